@@ -5,6 +5,7 @@ Files are fsynced before a rename, their directory too, and the parent directory
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import os
 import re
@@ -19,7 +20,6 @@ from xxhash import xxh3_128
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 from dream_trainer.stores.store_path import StorePath, remove_directory
 
-_CHUNK = 1 << 20  # small enough that a chunk is still in the processor's cache when it is hashed
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 TEMPORARY_NAME = re.compile(r"\.step_(\d{8,})\.tmp-[0-9a-f]+")
 REPLACED_NAME = re.compile(r"\.step_(\d{8,})\.replaced-[0-9a-f]+")
@@ -124,14 +124,10 @@ def sync_directory(path: Path) -> None:
 
 
 def checksum(path: Path) -> tuple[int, str]:
-    """Size in bytes and xxh3 (128 bit, hexadecimal) of a file, read in chunks of 1 MiB."""
-    digest, size = xxh3_128(), 0
-    buffer = memoryview(bytearray(_CHUNK))
+    """Size in bytes and xxh3 (128 bit, hexadecimal) of a file."""
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-            size += count
-    return size, digest.hexdigest()
+        digest = hashlib.file_digest(file, xxh3_128)
+        return file.tell(), digest.hexdigest()
 
 
 def content_checksum(content: bytes) -> str:

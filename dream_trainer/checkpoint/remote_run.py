@@ -98,10 +98,6 @@ class RemoteRun:
                 self.run.store.send(path, f"{self.run.key}/{path.name}")
                 self._sent[path.name] = state
 
-    def look_again(self) -> None:
-        if self._sender is not None:
-            self._sender.look_again()
-
     def end(self) -> None:
         """Ends what `begin` began; checkpoints not yet uploaded wait on the disk."""
         if self._sender is not None:

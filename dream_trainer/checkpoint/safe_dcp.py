@@ -6,29 +6,28 @@ opened, and PyTorch reads tensors with `weights_only=True`."""
 from __future__ import annotations
 
 import io
-import os
 import pickle
-from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.futures import Future
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from xxhash import xxh3_128
 
-from dream_trainer.checkpoint.files import compare_content, unreadable
-from dream_trainer.checkpoint.manifest import Manifest, read_manifest
-from dream_trainer.compat.pytorch import dcp_metadata_globals, local_tensor
+from dream_trainer.checkpoint.blocks import Box, WeightFiles, blaming, inside, load_pickle, part_of
+from dream_trainer.checkpoint.files import compare_content
+from dream_trainer.checkpoint.manifest import FileEntry, Manifest, read_manifest
+from dream_trainer.compat.pytorch import dcp_metadata_globals, file_window, local_tensor
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 
 METADATA_NAME = ".metadata"
@@ -78,173 +77,165 @@ def read_metadata(path: Path) -> tuple[Manifest, Metadata]:
     return manifest, parse_metadata(manifest.read(METADATA_NAME), manifest.path / METADATA_NAME)
 
 
-class SafeReader(FileSystemReader):
-    """A DCP reader that opens the manifest's files and no others, and names the one that it could not read."""
-
-    def __init__(self, manifest: Manifest, metadata: Metadata) -> None:
-        super().__init__(manifest.path)
-        self._manifest = manifest
-        self._metadata = metadata
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            by_file.setdefault(self._location(item.storage_index).relative_path, []).append(item)
-        for name, items in by_file.items():
-            self._manifest.entry(name)
-            self._read_file(name, replace(plan, items=items), planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _read_file(self, name: str, plan: LoadPlan, planner: LoadPlanner) -> None:
-        file = self._manifest.path / name
-        try:
-            super().read_data(plan, planner).wait()
-        except CheckpointError:
-            raise
-        except OSError as error:
-            raise unreadable(file, error) from error
-        except pickle.UnpicklingError as error:
-            raise DamagedCheckpointError(f"{file} cannot be read: {error}. Do not use this checkpoint.") from error
-        except Exception as error:  # PyTorch's reader fails in many ways on what is not an archive of a tensor
-            raise CheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
-
-    def _location(self, index: MetadataIndex) -> Any:
-        if index not in self.storage_data:
-            raise DamagedCheckpointError(
-                f"{self._manifest.path / METADATA_NAME} does not say where {index.fqn!r} is. It is damaged."
-            )
-        return self.storage_data[index]
+# -- Blocks of tensors, assembled from the saved chunks that they overlap.
 
 
-def read_tensors(manifest: Manifest, metadata: Metadata, tensors: Mapping[str, Tensor], reader: SafeReader) -> None:
-    """Fills `tensors` in place from a checkpoint's shards; no communication."""
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), metadata, is_coordinator=False)
-    reader.set_up_storage_reader(metadata, is_coordinator=False)
-    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
-    # DCP leaves alone what no shard covers, as happens with one host's part of a checkpoint on another layout
-    covered = Counter[str]()
-    for item in plan.items:
-        covered[item.dest_index.fqn] += prod(item.lengths)
-    for name, tensor in tensors.items():
-        if covered[name] != local_tensor(tensor).numel():
+class _Piece(NamedTuple):
+    """What a block has of a saved chunk."""
+
+    file: Path
+    offset: int  # of the chunk in the file, as an archive of its own
+    length: int
+    name: str  # of the tensor, for errors
+    chunk: ChunkStorageMetadata
+    common: Box  # in the full tensor's coordinates
+
+    def copy(self, saved: IO[bytes], block: Tensor, box: Box) -> None:
+        """Copies it from the chunk's archive into `block`, which lies at `box` of the tensor."""
+        chunk = load_pickle(saved, self.file, mmap=False)
+        if not isinstance(chunk, Tensor) or chunk.shape != self.chunk.sizes:
+            raise DamagedCheckpointError(f"{self.file} contains something else where {self.name!r} should be.")
+        source = chunk[_shifted(self.common, self.chunk.offsets)]
+        block[_shifted(self.common, [cut.start for cut in box])].copy_(source)
+
+
+class DcpTensors(WeightFiles):
+    """Tensors of a DCP directory, which is another program's if it has no manifest.
+
+    `names` maps the name to give each tensor to its name in the metadata; by default all keep theirs."""
+
+    def __init__(
+        self, path: Path, metadata: Metadata, manifest: Manifest | None, names: Mapping[str, str] | None = None
+    ) -> None:
+        self._path, self._manifest = path, manifest
+        self._storage: dict[Any, Any] = metadata.storage_data
+        records: dict[str, Any] = metadata.state_dict_metadata
+        self._names = {name: name for name in records} if names is None else names
+        with blaming(path / METADATA_NAME):
+            self.records = {name: _tensor_record(records[full], full) for name, full in self._names.items()}
+            self.shapes = {name: tuple(record.size) for name, record in self.records.items()}
+
+    def checksums(self, boxes: Mapping[str, Box]) -> dict[Path, FileEntry]:
+        if self._manifest is None:
+            return {}
+        pieces = (piece for name, box in boxes.items() for piece in self.pieces(name, box))
+        return {piece.file: self._manifest.entry(piece.file.name) for piece in pieces}
+
+    def pieces(self, name: str, box: Box) -> list[_Piece]:
+        found = []
+        for chunk in self.records[name].chunks:
+            common = _overlap(box, chunk)
+            if common is not None:
+                file, place = self._location(name, chunk)
+                found.append(_Piece(file, place.offset, place.length, name, chunk, common))
+        covered, wanted = sum(_volume(piece.common) for piece in found), _volume(box)
+        if covered < wanted:
             raise CheckpointError(
-                f"{manifest.path} has {covered[name]} of the {local_tensor(tensor).numel()} elements of {name} that "
-                "this rank needs. It was written on another layout of ranks."
+                f"{self._path} has {covered} of the {wanted} elements of {name} that this rank needs. Was a rank's "
+                "file left out, or was it written on another layout of ranks?"
             )
-    reader.read_data(plan, planner).wait()
+        return found
+
+    def read(self, name: str, box: Box) -> Tensor:
+        block = torch.empty([cut.stop - cut.start for cut in box], dtype=self.records[name].properties.dtype)
+        for piece in self.pieces(name, box):
+            with blaming(piece.file), piece.file.open("rb") as stream:
+                piece.copy(file_window(stream, piece.offset, piece.length), block, box)
+        return block
+
+    def _location(self, name: str, chunk: ChunkStorageMetadata) -> tuple[Path, Any]:
+        metadata_file = self._path / METADATA_NAME
+        location = self._storage.get(MetadataIndex(self._names[name], chunk.offsets))
+        if location is None:
+            raise DamagedCheckpointError(f"{metadata_file} does not say where {name!r} is.")
+        with blaming(metadata_file):
+            if location.transform_descriptors:
+                raise CheckpointError(f"{metadata_file} names stream transforms for {name!r}, which are not applied.")
+            if self._manifest is not None:
+                self._manifest.entry(location.relative_path)
+            return inside(metadata_file, location.relative_path), location
 
 
-def read_and_verify(
-    manifest: Manifest, metadata: Metadata, tensors: Mapping[str, Tensor], shards: Sequence[str]
+def _tensor_record(record: Any, name: str) -> TensorStorageMetadata:
+    tensor: TensorStorageMetadata = record
+    if any(len(chunk.offsets) != len(tensor.size) or len(chunk.sizes) != len(tensor.size) for chunk in tensor.chunks):
+        raise ValueError(f"a chunk of {name!r} has another number of dimensions")
+    return tensor
+
+
+def _overlap(box: Box, chunk: ChunkStorageMetadata) -> Box | None:
+    """The overlap of a block and a chunk, in the full tensor's coordinates; None if they do not overlap."""
+    common = tuple(
+        slice(max(cut.start, offset), min(cut.stop, offset + size))
+        for cut, offset, size in zip(box, chunk.offsets, chunk.sizes, strict=True)
+    )
+    return common if all(cut.start < cut.stop for cut in common) else None
+
+
+def _volume(box: Box) -> int:
+    return prod(cut.stop - cut.start for cut in box)
+
+
+def _shifted(box: Box, origin: Any) -> Box:
+    return tuple(slice(cut.start - at, cut.stop - at) for cut, at in zip(box, origin, strict=True))
+
+
+@torch.no_grad()
+def read_tensors(
+    manifest: Manifest, metadata: Metadata, tensors: Mapping[str, Tensor], shards: Collection[str]
 ) -> None:
-    """Like `read_tensors`, and hashes `shards` in a thread. A wrong checksum takes precedence over PyTorch's errors."""
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksums") as thread:
-        verified = [thread.submit(manifest.verify, name) for name in shards]
-        try:
-            read_tensors(manifest, metadata, tensors, SafeReader(manifest, metadata))
-        finally:
-            for future in verified:
-                future.result()
+    """Fills `tensors` in place; no communication. Each file is read once, from its beginning to its end.
 
-
-# -- Reading tensors from an object store: each rank fetches the parts that it needs, and no byte twice.
+    Compares the checksums of `shards`, which takes precedence over PyTorch's errors about damaged bytes."""
+    stored = DcpTensors(manifest.path, metadata, manifest)
+    unread = set(shards)
+    try:
+        by_file: dict[Path, list[tuple[_Piece, Tensor, Box]]] = {}
+        for name, tensor in tensors.items():
+            local, part = local_tensor(tensor), part_of(tensor)
+            if part.rows:
+                local.copy_(part.of(stored.read(name, part.box)))
+                continue
+            for piece in stored.pieces(name, part.box) if local.numel() else ():
+                by_file.setdefault(piece.file, []).append((piece, local, part.box))
+        for file, parts in by_file.items():
+            with blaming(file), file.open("rb") as stream:
+                hashed = _Hashed(stream) if file.name in unread else None
+                for piece, local, box in sorted(parts, key=lambda of: of[0].offset):
+                    window = hashed.part if hashed else partial(file_window, stream)
+                    piece.copy(window(piece.offset, piece.length), local, box)
+                if hashed is not None:
+                    unread.remove(file.name)
+                    entry = manifest.entry(file.name)
+                    compare_content(file, hashed.finish(), (entry.size, entry.xxh3))
+    finally:
+        for name in sorted(unread):
+            manifest.verify(name)
 
 
 _PART = 32 << 20
 
 
-def read_from_store(
-    manifest: Manifest, metadata: Metadata, tensors: Mapping[str, Tensor], shards: Sequence[str]
-) -> None:
-    """Like `read_and_verify`. Fetches shards that this rank verifies whole, once, and only needed parts of others."""
-    files = _HashedFiles(manifest, shards)
-    try:
-        read_tensors(manifest, metadata, tensors, _StoreReader(manifest, metadata, files))
-    finally:  # a wrong checksum replaces PyTorch's error about damaged bytes
-        for name in files.unread():
-            manifest.verify(name)
+class _Hashed:
+    """A file that is read in order, and hashed whole: from a store no byte comes twice."""
 
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream, self._digest, self._position = stream, xxh3_128(), 0
 
-class _StoreReader(SafeReader):
-    """Reads each file from its beginning to its end."""
+    def part(self, offset: int, length: int) -> IO[bytes]:
+        """Bytes from `offset`, which is that of the last part's end, or behind it."""
+        while self._position < offset and self._read(min(_PART, offset - self._position)):
+            pass
+        return io.BytesIO(self._read(length))
 
-    def __init__(self, manifest: Manifest, metadata: Metadata, files: _HashedFiles) -> None:
-        super().__init__(manifest, metadata)
-        self.fs = files
-
-    def _read_file(self, name: str, plan: LoadPlan, planner: LoadPlanner) -> None:
-        ordered = sorted(plan.items, key=lambda item: int(self._location(item.storage_index).offset))
-        super()._read_file(name, replace(plan, items=ordered), planner)
-
-    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
-        return io.BytesIO(cast(_Forward, file).part(sinfo.offset, sinfo.length))
-
-
-class _Forward:
-    """A file read in order; skipped parts are only fetched if the whole is hashed."""
-
-    def __init__(self, stream: io.RawIOBase, *, hashes: bool) -> None:
-        self._stream = stream
-        self._digest = xxh3_128() if hashes else None
-        self._position = 0
-        self._last = (-1, b"")
-
-    def part(self, offset: int, length: int) -> bytes:
-        """Bytes from `offset`, which is that of the last part, or behind it."""
-        if self._last[0] != offset:
-            self._skip_to(offset)
-            self._last = offset, self._read(length)
-        return self._last[1]
-
-    def finish(self) -> tuple[int, str] | None:
-        """Size and checksum of the whole, if it is hashed."""
-        if self._digest is None:
-            return None
-        self._skip_to(None)
+    def finish(self) -> tuple[int, str]:
+        """Size and checksum of the whole."""
+        while self._read(_PART):
+            pass
         return self._position, self._digest.hexdigest()
 
-    def _skip_to(self, offset: int | None) -> None:
-        if self._digest is None:
-            self._stream.seek(offset or 0)
-            return
-        while offset is None or self._position < offset:
-            if not self._read(_PART if offset is None else min(_PART, offset - self._position)):
-                return
-
     def _read(self, length: int) -> bytes:
-        content = self._stream.read(length) or b""
+        content = self._stream.read(length)
         self._position += len(content)
-        if self._digest is not None:
-            self._digest.update(content)
+        self._digest.update(content)
         return content
-
-
-class _HashedFiles(FileSystem):
-    """The files of a checkpoint; those in `shards` are compared with their checksums once they were read."""
-
-    def __init__(self, manifest: Manifest, shards: Sequence[str]) -> None:
-        super().__init__()
-        self._manifest = manifest
-        self._to_verify = dict.fromkeys(shards)
-
-    def unread(self) -> list[str]:
-        """The shards to verify that were not read to their end."""
-        return list(self._to_verify)
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
-        path = cast(Path, path)
-        with path.open("rb") as stream:
-            file = _Forward(cast(io.RawIOBase, stream), hashes=path.name in self._to_verify)
-            yield file
-            found = file.finish()
-        if found is not None:
-            entry = self._manifest.entry(path.name)
-            del self._to_verify[path.name]
-            compare_content(path, found, (entry.size, entry.xxh3))

@@ -339,7 +339,8 @@ class Saver(Saving):
             leave_branch(self.writer.directory, self._leaves_after, self.world)
             if self._remote is not None:
                 leave_branch(self._remote.directory, self._leaves_after, self.world)
-                self._remote.look_again()
+            if self.writer.sender is not None:
+                self.writer.sender.look_again()
             self._leaves_after = None
 
     def state(self) -> dict[str, Any]:

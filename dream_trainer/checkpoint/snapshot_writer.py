@@ -43,8 +43,7 @@ class SnapshotWriter:
     def start(self, snapshot: Snapshot, *, replace: bool, is_local: bool) -> None:
         """Begins to write a checkpoint, or a local one; the last outcome must have been collected."""
         self._copies_are_pending = self.copies is not None
-        write = partial(self._keep, snapshot) if is_local else partial(self._write, snapshot, replace=replace)
-        self.writing.start(write)
+        self.writing.start(partial(self._write, snapshot, replace=replace, is_local=is_local))
 
     def wait_until_sent(self) -> None:
         if self.sender is not None:
@@ -56,15 +55,15 @@ class SnapshotWriter:
             self._copies_are_pending = False
             self.copies.wait_before_update()
 
-    def _keep(self, snapshot: Snapshot) -> None:
+    def _write(self, snapshot: Snapshot, *, replace: bool, is_local: bool) -> Path | None:
         if self.copies is not None:
             self.copies.wait()
+        path = None if is_local else self._write_checkpoint(snapshot, replace=replace)
         if self.local is not None:
             self.local.write(snapshot)
+        return path
 
-    def _write(self, snapshot: Snapshot, *, replace: bool) -> Path:
-        if self.copies is not None:
-            self.copies.wait()
+    def _write_checkpoint(self, snapshot: Snapshot, *, replace: bool) -> Path:
         if self.sender is not None:
             on_all_ranks(self.world, "save", self.sender.refuse_if_lost)
         path = write_checkpoint(self.directory, snapshot, world=self.world, replace=replace, known=self._known_plan)
@@ -77,8 +76,6 @@ class SnapshotWriter:
                 retire(self.directory, self.retention)
             except OSError as error:  # the new checkpoint is complete, and a later save tries again
                 logger.warning("old checkpoints could not be removed: %s", error)
-        if self.local is not None:
-            self.local.write(snapshot)
         return path
 
 

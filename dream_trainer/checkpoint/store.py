@@ -53,7 +53,6 @@ from dream_trainer.distributed.ranks import (
     to_main_rank,
 )
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
-from dream_trainer.stores.store_path import StorePath
 from dream_trainer.version import __version__
 
 if TYPE_CHECKING:
@@ -199,7 +198,7 @@ def load_tensors(
     """Fills tensors in place, by each rank, from shards of any mesh; names, shapes and dtypes are compared before.
 
     One of the ranks hashes each complete shard file. Damage leaves the tensors' values undefined."""
-    from dream_trainer.checkpoint.safe_dcp import read_and_verify, read_from_store, read_metadata
+    from dream_trainer.checkpoint.safe_dcp import read_metadata, read_tensors
 
     task = f"load {path}"
     manifest, metadata = on_all_ranks(world, task, lambda: read_metadata(path))
@@ -212,8 +211,7 @@ def load_tensors(
             "Was a layer or an optimizer removed, renamed or frozen since?"
         )
     shards = own_share(manifest.shards, manifest.path, world)
-    read = read_from_store if isinstance(manifest.path, StorePath) else read_and_verify
-    on_all_ranks(world, task, lambda: read(manifest, metadata, tensors, shards))
+    on_all_ranks(world, task, lambda: read_tensors(manifest, metadata, tensors, shards))
 
 
 def _compare(metadata: Metadata, tensors: Mapping[str, Tensor]) -> set[str]:

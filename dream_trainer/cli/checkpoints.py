@@ -368,8 +368,6 @@ class Push(ModelWeights):
     """The repository; created if it does not exist. Log in before: hf auth login."""
     base_model: Annotated[str | None, arg(metavar="OWNER/NAME", help_behavior_hint="")] = None
     """The base's name on the hub, for the card and the adapters' config."""
-    beside: OptionalPath = None
-    """A directory whose files are uploaded too, such as a tokenizer's; a README.md there becomes the card."""
     public: Flag = False
     """Create a public repository."""
 
@@ -384,7 +382,6 @@ class Push(ModelWeights):
             merge_adapters=self.merge_adapters,
             base=self.base,
             base_model=self.base_model,
-            beside=self.beside,
             private=not self.public,
         )
         if self.as_json:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_iter, tree_map
 
 # factories whose result holds no values yet
 EMPTY = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
@@ -74,31 +75,18 @@ def targets(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def tensor_leaves(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, torch.Size):
-        return
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensor_leaves(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensor_leaves(item)
+    return (leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor))
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """A copy of nested tuples, lists and dicts with `function` applied to what lies in them."""
-    if isinstance(value, torch.Size):
-        return value
-    if isinstance(value, list):
-        return [map_leaves(function, item) for item in value]
-    if isinstance(value, tuple):
-        return tuple([map_leaves(function, item) for item in value])
-    if isinstance(value, dict):
-        return {key: map_leaves(function, item) for key, item in value.items()}
-    if isinstance(value, slice):
-        return slice(*(map_leaves(function, item) for item in (value.start, value.stop, value.step)))
-    return function(value)
+    """A copy of nested tuples, lists, dicts and slices with `function` applied to what lies in them."""
+
+    def mapped(leaf: Any) -> Any:
+        if isinstance(leaf, slice):
+            return slice(*(map_leaves(function, item) for item in (leaf.start, leaf.stop, leaf.step)))
+        return function(leaf)
+
+    return tree_map(mapped, value)
 
 
 def split_move(

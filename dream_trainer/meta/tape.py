@@ -310,14 +310,17 @@ class Recorder(TorchFunctionMode):
                 new.append(leaf)
                 outputs.append(self.history.output(position, leaf))
 
+        refs: list[Ref] = []
+
         def captured(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            return self.history.ref(leaf) if leaf.is_meta else leaf.detach().clone()
+            if not leaf.is_meta:
+                return leaf.detach().clone()
+            refs.append(self.history.ref(leaf))
+            return refs[-1]
 
         args, kwargs = map_leaves(captured, args), map_leaves(captured, kwargs)
-        refs: list[Ref] = []
-        map_leaves(lambda leaf: refs.append(leaf) if isinstance(leaf, Ref) else None, [args, kwargs])
         overwrites = _overwritten(func, refs, writes)
         reads = tuple({ref.storage for ref in refs} - {overwrites})
         written = tuple({storage_id(target) for target in writes})

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
-import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from typing_extensions import override
@@ -15,7 +14,6 @@ from typing_extensions import override
 from dream_trainer.checks import check_between, check_integer, refuse, spell
 from dream_trainer.config.parameter_class import NonNegativeInt, parameters
 from dream_trainer.errors import ConfigError
-from dream_trainer.screen import logger
 
 ScheduleName = Literal["constant", "cosine", "linear", "wsd", "inverse_sqrt", "plateau"]
 DecayShape = Literal["linear", "cosine", "sqrt", "exponential"]
@@ -47,7 +45,7 @@ class ScheduleParameters:
     - from step T on, if there is a decay: m.
 
     "plateau" is PyTorch's ReduceLROnPlateau, which you step with a metric. A warm-up that is not shorter than the run
-    is cut off by its end. Rank 0 only warns about it, since short runs try out the config of long ones.
+    is cut off by its end.
 
     Raises:
         ConfigError: A value is invalid, or the named schedule does not take it.
@@ -143,7 +141,6 @@ def build_schedules(
         return [_plateau(parameters, optimizer) for optimizer in optimizers]
     if parameters.unit != "token":
         factor = rate_factor(parameters, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
-        _warn_of_long_warmup(parameters, _units(parameters, total_steps, steps_per_epoch))
         return [LambdaLR(optimizer, factor) for optimizer in optimizers]
     if tokens is None:
         raise ConfigError(
@@ -151,7 +148,6 @@ def build_schedules(
             "self.tokens_before_next_step, total=max_tokens)."
         )
     factor = rate_factor(parameters, total_steps=tokens.total)
-    _warn_of_long_warmup(parameters, tokens.total)
     return [TokenLR(optimizer, factor, tokens.now) for optimizer in optimizers]
 
 
@@ -176,20 +172,6 @@ def set_token_origin(scheduler: Any, origin: int) -> None:
     """Gives a schedule with `unit="token"` its beginning; others have none."""
     if isinstance(scheduler, TokenLR):
         scheduler.origin[0] = origin
-
-
-def _warn_of_long_warmup(parameters: ScheduleParameters, total: int | None) -> None:
-    warmup = _length(parameters.warmup_steps, total)
-    is_main = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-    if is_main and total is not None and 0 < total <= warmup:
-        logger.warning(
-            "the warm-up of %d %ss (warmup_steps=%s) does not end within the run's %d: the learning rate never reaches "
-            "its peak. Use a shorter one, or a fraction of the run, such as warmup_steps=0.05.",
-            warmup,
-            parameters.unit,
-            parameters.warmup_steps,
-            total,
-        )
 
 
 def _plateau(parameters: ScheduleParameters, optimizer: Optimizer) -> ReduceLROnPlateau:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dream_trainer.checkpoint.blocks import WeightFiles, whole_box
 from dream_trainer.checkpoint.digests import value_digests
 from dream_trainer.checkpoint.model_state import model_tensors
 from dream_trainer.checkpoint.store import read_shared
@@ -32,8 +33,7 @@ from dream_trainer.weights.export_files import (
     plan_files,
     write_files,
 )
-from dream_trainer.weights.reading import WeightFiles, renamer
-from dream_trainer.weights.weight_files import open_weights
+from dream_trainer.weights.weight_files import below, choose_model, model_names, open_weights, renamer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -82,9 +82,9 @@ def export_checkpoint(
     from dream_trainer.weights.dcp_files import StoredTensors
 
     stored, shared = StoredTensors(as_path(checkpoint)), read_shared(as_path(checkpoint))
-    chosen = model_to_export(model_names(stored, shared), model, of=stored.manifest.path)
+    chosen = choose_model(model_names(stored.specs, shared), model, of=stored.manifest.path)
     prefix, records = f"models.{chosen}.", shared.get("left_out", {})
-    left_out = LeftOutWeights({name: records[full] for name, full in _below(records, prefix).items()}, base)
+    left_out = LeftOutWeights({name: records[full] for name, full in below(records, prefix).items()}, base)
     sources = _sources(stored, chosen, weights)
     specs = left_out.specs | {name: stored.specs[source] for name, source in sources.items()}
 
@@ -137,14 +137,6 @@ def _content(
         return _Content(merged, merged_reader(adapters, read), config)
     own = {name: specs[source] for name, source in adapters.names.items()}
     return _Content(own, lambda name: read(adapters.names[name]), adapters.config, are_adapters=True)
-
-
-def model_to_export(models: Collection[str], asked: str | None, *, of: object = "the trainer") -> str:
-    """The name of a model: that which was asked for, or the only one."""
-    if asked in models or (asked is None and len(models) == 1):
-        return asked or next(iter(models))
-    wrong = f"has no model {asked!r}" if asked is not None else "does not have exactly one model"
-    raise CheckpointError(f"{of} {wrong}. It has {', '.join(map(repr, models)) or 'none'}. Name one of them.")
 
 
 def export_model(
@@ -210,15 +202,9 @@ def export_model(
     return written
 
 
-def model_names(stored: StoredTensors, shared: Mapping[str, Any]) -> list[str]:
-    first_parts = (name.split(".")[1] for name in stored.specs if name.startswith("models."))
-    known = shared.get("extra_state") or dict.fromkeys(first_parts)  # a model's name may have dots itself
-    return [name for name in known if any(tensor.startswith(f"models.{name}.") for tensor in stored.specs)]
-
-
 def tensors_by_owner(stored: StoredTensors, shared: Mapping[str, Any]) -> dict[str, dict[str, TensorSpec]]:
     """A checkpoint's tensors by owner: `model net`, `optimizer adam`, `callback EMA 0`."""
-    owners = {f"models.{name}.": f"model {name}" for name in model_names(stored, shared)}
+    owners = {f"models.{name}.": f"model {name}" for name in model_names(stored.specs, shared)}
     for name in shared.get("optimizers", {}):  # with "/", its state that is not a parameter's
         owners |= {f"optimizers.{name}.": f"optimizer {name}", f"optimizers.{name}/": f"optimizer {name}"}
     groups: dict[str, dict[str, TensorSpec]] = {}
@@ -238,11 +224,11 @@ def _sources(stored: StoredTensors, model: str, weights: str) -> dict[str, str]:
         raise ConfigError(
             f'weights={weights!r} is not understood. Use "model", "ema" or "swa", or "ema.1" for the second EMA.'
         )
-    sources = _below(stored.specs, f"models.{model}.")
+    sources = below(stored.specs, f"models.{model}.")
     if weights == "model":
         return sources
     kind = match[1].upper()
-    averaged = _below(stored.specs, f"callbacks.{kind}.{match[2] or 0}.{model}.")
+    averaged = below(stored.specs, f"callbacks.{kind}.{match[2] or 0}.{model}.")
     if not averaged:
         numbers = sorted({name.split(".")[2] for name in stored.specs if name.startswith(f"callbacks.{kind}.")})
         available = (
@@ -253,10 +239,6 @@ def _sources(stored: StoredTensors, model: str, weights: str) -> dict[str, str]:
             'weights="model" exports what was trained.'
         )
     return {fqn: averaged.get(fqn, source) for fqn, source in sources.items()}
-
-
-def _below(names: Iterable[str], prefix: str) -> dict[str, str]:
-    return {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
 
 
 def _cast(spec: TensorSpec, dtype: torch.dtype | None) -> TensorSpec:
@@ -320,7 +302,7 @@ class LeftOutWeights:
             raise CheckpointError(
                 f"{path} has no {record['name']!r} of shape {spec.shape}, which {name} was loaded from."
             )
-        tensor = files.read(record["name"], tuple(slice(0, size) for size in spec.shape)).to(spec.dtype)
+        tensor = files.read(record["name"], whole_box(spec.shape)).to(spec.dtype)
         if value_digests({name: tensor}, world=Ranks.alone())[name] != record["digest"]:
             raise CheckpointError(
                 f"{record['name']!r} in {path} is not what {name} was when the checkpoint was saved. Give the file or "

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from dream_trainer.checkpoint.manifest import Manifest, find_checkpoint, read_manifest
-from dream_trainer.checks import refuse
 from dream_trainer.distributed.ranks import Ranks, from_main_rank
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.stores.store_path import as_path
@@ -31,7 +29,6 @@ def push_to_hub(
     merge_adapters: bool = False,
     base: Path | None = None,
     base_model: str | None = None,
-    beside: str | Path | None = None,
     private: bool = True,
     message: str | None = None,
     world: Ranks | None = None,
@@ -52,8 +49,6 @@ def push_to_hub(
         base: Present location of frozen weights that the checkpoint left out, if the run loaded them from elsewhere.
         base_model: The base's name on the hub, for the card and for `adapter_config.json`. Without it, the latter has
             the path on this machine.
-        beside: A directory whose files are uploaded too, such as the output of `tokenizer.save_pretrained`. A
-            `README.md` there becomes the card. No file may have the name of a file of the export.
         private: Whether a new repository is private.
         message: Message of the commit; by default the step.
         world: The ranks. Default: those of the default process group, or only this process without one.
@@ -72,8 +67,6 @@ def push_to_hub(
         with tempfile.TemporaryDirectory() as directory:
             out = Path(directory) / "export"
             export_checkpoint(checkpoint, out, model=model, weights=weights, merge_adapters=merge_adapters, base=base)
-            if beside is not None:
-                _add_files(Path(beside), out)
             manifest = read_manifest(checkpoint)
             return _upload(out, repo, manifest, base_model=base_model, private=private, message=message)
 
@@ -84,7 +77,7 @@ def push_to_hub(
 def _upload(
     directory: Path, repo: str, manifest: Manifest, *, base_model: str | None, private: bool, message: str | None
 ) -> str:
-    """Uploads a directory, with a card if it has none; returns the address of the commit."""
+    """Uploads a directory with a card; returns the address of the commit."""
     try:
         from httpx import HTTPError
         from huggingface_hub import HfApi
@@ -95,9 +88,7 @@ def _upload(
     if base_model is not None and adapters.exists():
         config = json.loads(adapters.read_text()) | {"base_model_name_or_path": base_model}
         adapters.write_text(json.dumps(config, indent=2))
-    card = directory / CARD_NAME
-    if not card.exists():
-        card.write_text(model_card(directory, repo, manifest, base_model))
+    (directory / CARD_NAME).write_text(model_card(directory, repo, manifest, base_model))
     api = HfApi(library_name="dream_trainer")
     try:
         api.create_repo(repo, private=private, exist_ok=True)
@@ -109,14 +100,6 @@ def _upload(
     except (HfHubHTTPError, HTTPError, OSError) as error:
         raise CheckpointError(f"could not push {directory} to {repo}: {error}") from error
     return str(commit.commit_url)
-
-
-def _add_files(source: Path, directory: Path) -> None:
-    if not source.is_dir():
-        raise CheckpointError(f"beside={str(source)!r} is not a directory. Give the directory of files to upload.")
-    taken = sorted({path.name for path in source.iterdir()} & {path.name for path in directory.iterdir()})
-    refuse(taken, f"beside={str(source)!r} has {taken}, which the export writes. Keep them elsewhere.", CheckpointError)
-    shutil.copytree(source, directory, dirs_exist_ok=True)
 
 
 def model_card(directory: Path, repo: str, manifest: Manifest, base_model: str | None) -> str:

@@ -7,27 +7,23 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from dream_trainer.checkpoint.blocks import Part, WeightFiles, part_of
 from dream_trainer.checkpoint.files import verify_file
 from dream_trainer.checkpoint.model_state import EXTRA_STATE, stored_in_place
 from dream_trainer.checks import listed
 from dream_trainer.compat.compiler import compiled_original
-from dream_trainer.compat.pytorch import OfTensors, local_tensor, shard_dim
+from dream_trainer.compat.pytorch import OfTensors, local_tensor
 from dream_trainer.distributed.ranks import Ranks, from_all_ranks, on_all_ranks
 from dream_trainer.errors import CheckpointError
-from dream_trainer.parallel.sharding import local_indices, names_in_whole
+from dream_trainer.parallel.sharding import names_in_whole
 from dream_trainer.screen import logger
 from dream_trainer.stores.store_path import as_path
-from dream_trainer.weights.reading import Box, WeightFiles, renamer
-from dream_trainer.weights.weight_files import open_weights
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
+from dream_trainer.weights.weight_files import open_weights, renamer
 
 _LISTED = 20
 
@@ -213,15 +209,13 @@ def _verify(files: WeightFiles, targets: Sequence[_Target], task: str, world: Ra
 # -- which of the file's tensors goes where
 
 
-class _Part(NamedTuple):
-    box: Box  # the smallest block around a rank's shard of a tensor
-    rows: Mapping[int, Tensor]  # which rows of the block it has, by dimension, if not all
-
-
 class _Target(NamedTuple):
     source: str  # the name of a tensor in the file
     tensor: Tensor  # of the model
-    part: _Part
+    part: Part
+
+    def read(self, files: WeightFiles, source: str) -> Tensor:
+        return self.part.of(files.read(source, self.part.box))
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -253,11 +247,11 @@ def _matched(
             else:
                 mismatched[name] = f"{shape} in the file, {tuple(tensor.shape)} in the model"
         if fitting:
-            target = _Target(sources[fitting[0]], tensor, _part(tensor))
+            target = _Target(sources[fitting[0]], tensor, part_of(tensor))
             targets.append(target)
             for other in fitting[1:]:
                 pair = (target.source, sources[other]) if local_tensor(tensor).numel() else ()
-                values = [_read(files, source, target.part).to(tensor.dtype) for source in pair]
+                values = [target.read(files, source).to(tensor.dtype) for source in pair]
                 if values and not torch.equal(*values):
                     mismatched[other] = f"tied to {fitting[0]} in the model, and with other values in the file"
             loaded += [name for name in names if name not in mismatched]
@@ -267,46 +261,9 @@ def _matched(
     return targets, LoadReport(tuple(loaded), tuple(missing), unexpected, mismatched)
 
 
-# -- which block of a tensor this rank has, and reading it
-
-
-def _part(tensor: Tensor) -> _Part:
-    from torch.distributed.tensor import DTensor
-
-    box = [slice(0, size) for size in tensor.shape]
-    if not isinstance(tensor, DTensor) or not local_tensor(tensor).numel():
-        return _Part(tuple(box), {})
-    picked = {}
-    for dim in {cut for placement in tensor.placements if (cut := shard_dim(placement)) is not None}:
-        rows = _rows(tensor, dim)
-        first, last = int(rows[0]), int(rows[-1])
-        box[dim] = slice(first, last + 1)
-        if last + 1 - first != len(rows):
-            picked[dim] = rows - first
-    return _Part(tuple(box), picked)
-
-
-def _rows(tensor: DTensor, dim: int) -> Tensor:
-    rows = local_indices(tensor, dim)
-    if len(rows) != local_tensor(tensor).shape[dim]:
-        raise CheckpointError(
-            f"a parameter of shape {tuple(tensor.shape)} with placements {tensor.placements} has "
-            f"{local_tensor(tensor).shape[dim]} rows of dimension {dim} here, instead of {len(rows)}. Shard "
-            "with fully_shard, parallelize_module or distribute_tensor."
-        )
-    return rows
-
-
-def _read(files: WeightFiles, source: str, part: _Part) -> Tensor:
-    block = files.read(source, part.box)
-    for dim, rows in part.rows.items():
-        block = block.index_select(dim, rows)
-    return block
-
-
 @torch.no_grad()
 def _fill(files: WeightFiles, targets: Sequence[_Target]) -> None:
     for target in targets:
         local = local_tensor(target.tensor)
         if local.numel():
-            local.copy_(_read(files, target.source, target.part))
+            local.copy_(target.read(files, target.source))

@@ -5,16 +5,18 @@ No code in a file is run: pickles are read by PyTorch's `weights_only` reader.""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dream_trainer.checkpoint.blocks import Box, WeightFiles, blaming, inside, load_pickle
 from dream_trainer.checkpoint.manifest import MANIFEST_NAME
-from dream_trainer.errors import CheckpointError, DamagedCheckpointError
-from dream_trainer.weights.reading import Box, WeightFiles, blaming, inside, load_pickle
+from dream_trainer.checkpoint.store import read_shared
+from dream_trainer.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
 UNDERSTOOD = (
     "a Hugging Face directory (*.safetensors with or without an index, or pytorch_model.bin), a .safetensors file, an "
@@ -43,11 +45,8 @@ def open_weights(path: Path, model_name: str | None) -> WeightFiles:
 
 
 def _open_directory(path: Path, model_name: str | None) -> WeightFiles:
-    # Imported where used: DCP loads a good part of torch.distributed.
     if (path / ".metadata").exists():
-        from dream_trainer.weights.dcp_files import open_checkpoint, open_foreign
-
-        return open_checkpoint(path, model_name) if (path / MANIFEST_NAME).exists() else open_foreign(path)
+        return _open_dcp(path, model_name)
     if (path / "model.safetensors").exists():
         return _SafetensorsFile(path / "model.safetensors")
     indices = sorted(path.glob("*.safetensors.index.json"))
@@ -62,6 +61,46 @@ def _open_directory(path: Path, model_name: str | None) -> WeightFiles:
     if (file := path / "pytorch_model.bin").exists():
         return _TorchFile(file)
     raise CheckpointError(f"{path} contains no weights. Known kinds: {UNDERSTOOD}.")
+
+
+def _open_dcp(path: Path, model_name: str | None) -> WeightFiles:
+    """One model's weights in a checkpoint of a run; of another program's directory all tensors."""
+    # Imported where used: DCP loads a good part of torch.distributed.
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from dream_trainer.checkpoint.safe_dcp import DcpTensors, parse_metadata, read_metadata
+
+    if (path / MANIFEST_NAME).exists():
+        manifest, metadata = read_metadata(path)
+        tensors = metadata.state_dict_metadata
+        chosen = choose_model(model_names(tensors, read_shared(path)), model_name, of=path)
+        return DcpTensors(path, metadata, manifest, below(tensors, f"models.{chosen}."))
+    file = path / ".metadata"
+    with blaming(file):
+        metadata = parse_metadata(file.read_bytes(), file, has_others=True)
+    records = metadata.state_dict_metadata
+    names = {name: name for name, record in records.items() if isinstance(record, TensorStorageMetadata)}
+    return DcpTensors(path, metadata, None, names)
+
+
+def model_names(tensors: Collection[str], shared: Mapping[str, Any]) -> list[str]:
+    """The names of the models in a checkpoint, of whose tensors and shared state these are."""
+    first_parts = (name.split(".")[1] for name in tensors if name.startswith("models."))
+    known = shared.get("extra_state") or dict.fromkeys(first_parts)  # a model's name may have dots itself
+    return [name for name in known if any(tensor.startswith(f"models.{name}.") for tensor in tensors)]
+
+
+def choose_model(models: Collection[str], asked: str | None, *, of: object = "the trainer") -> str:
+    """The name of a model: that which was asked for, or the only one."""
+    if asked in models or (asked is None and len(models) == 1):
+        return asked or next(iter(models))
+    wrong = f"has no model {asked!r}" if asked is not None else "does not have exactly one model"
+    raise CheckpointError(f"{of} {wrong}. It has {', '.join(map(repr, models)) or 'none'}. Name one of them.")
+
+
+def below(names: Iterable[str], prefix: str) -> dict[str, str]:
+    """The names that begin with `prefix`, by what follows it."""
+    return {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
 
 
 def _open_index(path: Path) -> WeightFiles:
@@ -144,3 +183,36 @@ class _Shards(WeightFiles):
 
     def read(self, name: str, box: Box) -> Tensor:
         return self._file_of_name[name].read(name, box)
+
+
+def renamer(renames: Mapping[str, str] | None) -> Callable[[Iterable[str]], dict[str, str]]:
+    """Makes a function from names to a dict of new to given names, which replaces the expressions in order.
+
+    A name that becomes empty is left out."""
+    patterns = []
+    for pattern, replacement in (renames or {}).items():
+        try:
+            compiled = re.compile(pattern)
+            compiled.sub(replacement, "")  # a faulty replacement fails here, matched or not
+        except (re.error, IndexError) as error:
+            raise ConfigError(
+                f"renames={{{pattern!r}: {replacement!r}}} is not a regular expression and its replacement: {error}. "
+                'Write a dot of a name as r"\\.".'
+            ) from error
+        patterns.append((compiled, replacement))
+
+    def renamed(names: Iterable[str]) -> dict[str, str]:
+        sources: dict[str, str] = {}
+        for name in names:
+            new = name
+            for pattern, replacement in patterns:
+                new = pattern.sub(replacement, new)
+            if new in sources:
+                raise CheckpointError(
+                    f"the renames make {new!r} of both {sources[new]!r} and {name!r}. Make them differ."
+                )
+            if new:
+                sources[new] = name
+        return sources
+
+    return renamed

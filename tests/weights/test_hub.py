@@ -129,27 +129,17 @@ def test_a_refusal_of_the_hub_is_an_error(hub: Hub, run: Path) -> None:
         dt.push_to_hub(run, "not a name")
 
 
-def test_a_tokenizer_is_pushed_beside_it(hub: Hub, run: Path, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer").mkdir()
-    (tmp_path / "tokenizer/vocabulary.json").write_text("[]")
-    address = dt.push_to_hub(run, "somebody/net", beside=tmp_path / "tokenizer", private=False, message="The first")
-    assert address.endswith("/commit/c0")
+def test_a_chosen_checkpoint_is_pushed_in_public_with_a_message(hub: Hub, run: Path) -> None:
+    checkpoint = run / "checkpoints/step_00000007"
+    dt.push_to_hub(checkpoint, "somebody/net", private=False, message="The first")
     assert hub.repos["somebody/net"]["visibility"] == "public"
-    assert set(hub.files) == {"model.safetensors", "config.json", "README.md", "vocabulary.json"}
+    assert set(hub.files) == {"model.safetensors", "config.json", "README.md"}
     assert hub.summary == "The first"
-    (tmp_path / "tokenizer/README.md").write_text("# Mine")
-    dt.push_to_hub(run / "checkpoints/step_00000007", "somebody/net", beside=tmp_path / "tokenizer")
-    assert hub.files["README.md"] == b"# Mine"
 
 
-def test_what_cannot_be_pushed_is_said_before_anything_is_sent(hub: Hub, run: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_pushed_is_said_before_anything_is_sent(hub: Hub, run: Path) -> None:
     with pytest.raises(CheckpointError, match="no whole checkpoint of step 8"):
         dt.push_to_hub(run, "somebody/net", step=8)
-    with pytest.raises(CheckpointError, match="is not a directory. Give the directory of files"):
-        dt.push_to_hub(run, "somebody/net", beside=tmp_path / "nothing")
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"has \['config.json'\], which the export writes"):
-        dt.push_to_hub(run, "somebody/net", beside=tmp_path)
     with pytest.raises(ConfigError, match="is not the name of a repository"):
         dt.push_to_hub(run, "not a name")
     assert not hub.repos

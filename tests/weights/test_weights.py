@@ -172,8 +172,8 @@ def test_a_model_of_a_checkpoint_is_chosen_by_its_name(tmp_path: Path) -> None:
     model = Net()
     load_weights(model, path, model_name="b")
     assert same(model, expected(weights(ord("b"))))
-    assert "the models ['a', 'b']. Say which with model_name" in refused(model, path)
-    assert "no model 'c'; it holds ['a', 'b']" in refused(model, path, model_name="c")
+    assert "does not have exactly one model. It has 'a', 'b'. Name one" in refused(model, path)
+    assert "has no model 'c'. It has 'a', 'b'" in refused(model, path, model_name="c")
 
 
 @pytest.mark.parametrize("name", ["nowhere", "directory", "notes.txt"])

@@ -219,13 +219,14 @@ class CheckpointMixin(AbstractTrainer):
         Raises:
             CheckpointError: Rank 0 could not write; the same on every rank.
         """
-        from dream_trainer.weights.export import export_model, model_to_export
+        from dream_trainer.weights.export import export_model
+        from dream_trainer.weights.weight_files import choose_model
 
         target = local_path(path)
         start(self._runtime)
         self._runtime.refuse_inside_window("export")
         models = self.named_models()
-        name = model_to_export(models, model)
+        name = choose_model(models, model)
         of_weights = (
             self._runtime.rounds.as_one_model()
             if weights == "model"

@@ -1,20 +1,23 @@
-"""Shared parts of all readers of weight files."""
+"""Blocks of tensors: which one a rank has of each, and reading saved ones without running anybody's code."""
 
 from __future__ import annotations
 
 import pickle
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dream_trainer.checkpoint.files import unreadable
 from dream_trainer.checkpoint.manifest import FileEntry
-from dream_trainer.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from dream_trainer.compat.pytorch import is_dtensor, local_tensor, shard_dim
+from dream_trainer.errors import CheckpointError, DamagedCheckpointError
+from dream_trainer.parallel.sharding import local_indices
 
 Box = tuple[slice, ...]  # a block of a tensor: one slice per dimension, with start and stop
 
@@ -33,37 +36,40 @@ class WeightFiles(ABC):
         """A block of a tensor, on the CPU, in the file's dtype. It may be a view of the file: not to be written to."""
 
 
-def renamer(renames: Mapping[str, str] | None) -> Callable[[Iterable[str]], dict[str, str]]:
-    """Makes a function from names to a dict of new to given names, which replaces the expressions in order.
+class Part(NamedTuple):
+    box: Box  # the smallest block around a rank's shard of a tensor
+    rows: Mapping[int, Tensor]  # which rows of the block it has, by dimension, if not all
 
-    A name that becomes empty is left out."""
-    patterns = []
-    for pattern, replacement in (renames or {}).items():
-        try:
-            compiled = re.compile(pattern)
-            compiled.sub(replacement, "")  # a faulty replacement fails here, matched or not
-        except (re.error, IndexError) as error:
-            raise ConfigError(
-                f"renames={{{pattern!r}: {replacement!r}}} is not a regular expression and its replacement: {error}. "
-                'Write a dot of a name as r"\\.".'
-            ) from error
-        patterns.append((compiled, replacement))
+    def of(self, block: Tensor) -> Tensor:
+        for dim, rows in self.rows.items():
+            block = block.index_select(dim, rows)
+        return block
 
-    def renamed(names: Iterable[str]) -> dict[str, str]:
-        sources: dict[str, str] = {}
-        for name in names:
-            new = name
-            for pattern, replacement in patterns:
-                new = pattern.sub(replacement, new)
-            if new in sources:
-                raise CheckpointError(
-                    f"the renames make {new!r} of both {sources[new]!r} and {name!r}. Make them differ."
-                )
-            if new:
-                sources[new] = name
-        return sources
 
-    return renamed
+def whole_box(shape: tuple[int, ...]) -> Box:
+    return tuple(slice(0, size) for size in shape)
+
+
+def part_of(tensor: Tensor) -> Part:
+    """The part of a tensor that this rank has; no communication."""
+    box = list(whole_box(tensor.shape))
+    local = local_tensor(tensor)
+    if not is_dtensor(tensor) or not local.numel():
+        return Part(tuple(box), {})
+    picked = {}
+    for dim in {cut for placement in tensor.placements if (cut := shard_dim(placement)) is not None}:
+        rows = local_indices(tensor, dim)
+        if len(rows) != local.shape[dim]:
+            raise CheckpointError(
+                f"a parameter of shape {tuple(tensor.shape)} with placements {tensor.placements} has "
+                f"{local.shape[dim]} rows of dimension {dim} here, instead of {len(rows)}. Shard with fully_shard, "
+                "parallelize_module or distribute_tensor."
+            )
+        first, last = int(rows[0]), int(rows[-1])
+        box[dim] = slice(first, last + 1)
+        if last + 1 - first != len(rows):
+            picked[dim] = rows - first
+    return Part(tuple(box), picked)
 
 
 def inside(file: Path, name: str) -> Path:
@@ -80,6 +86,8 @@ def blaming(file: Path) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
+    except OSError as error:
+        raise unreadable(file, error) from error
     except Exception as error:  # a damaged file can fail in many ways
         raise DamagedCheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
 
