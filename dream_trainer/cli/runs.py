@@ -6,7 +6,7 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -32,8 +32,7 @@ _NUMBER = re.compile(r"[-+]?\d[\d.]*(e[-+]?\d+)?")
 
 @dataclass(frozen=True, kw_only=True)
 class Runs:
-    """List runs: steps, best metric, state or why it ended, and how their configs differ. Also `runs show RUN` and
-    `runs diff RUN RUN`."""
+    """List runs: steps, best metric, state or why it ended, and how their configs differ. Also `runs show RUN`."""
 
     directory: Annotated[Positional[Path | None], arg(metavar="DIR", help_behavior_hint="")] = None
     """Directory of runs, or a project or group in it. Default: DREAM_TRAINER_RUNS in the environment, or runs."""
@@ -42,9 +41,6 @@ class Runs:
     whose best the run keeps."""
     sort: Literal["name", "state", "step", "best", "took", "seen", "started"] = "started"
     """Order; "best" puts the best first, the others the largest or latest last."""
-    columns: Annotated[str, arg(metavar="A,B,...", help_behavior_hint="")] = ""
-    """Show these instead of the differences: fields of the configs, such as learning_rate or
-    training_parameters.n_epochs, and last values of metrics, such as val/loss."""
     as_json: Json = False
     """Print JSON, with each run's whole record and config."""
 
@@ -65,7 +61,7 @@ class Runs:
         elif not runs:
             print(f"{root} has no runs yet.")
         else:
-            self._print(root, runs)
+            _print_runs(root, runs)
         return 0
 
     def _mode(self, runs: Sequence[ListedRun]) -> str | None:
@@ -84,24 +80,21 @@ class Runs:
             )
         return mode
 
-    def _print(self, root: Path, runs: Sequence[ListedRun]) -> None:
-        cells = [_cells(run, with_branch=bool(self.columns or run.record.parent)) for run in runs]
-        header = [column.strip() for column in self.columns.split(",") if column.strip()]
-        names, hidden, differ = [_full(column, cells) for column in header], [], differing(runs)
-        if not names:
-            names, hidden, header = differ[:_SHOWN_FIELDS], differ[_SHOWN_FIELDS:], _ends(differ)[:_SHOWN_FIELDS]
-        if any(_PARENT in values for values in cells):
-            names, header = [_PARENT, *names], [_PARENT, *header]
-        more = [[values.get(name, "-") for name in names] for values in cells]
-        rows = [[*_row(run), *columns] for run, columns in zip(runs, more, strict=True)]
-        print_table(str(root), ["run", "state", "step", "best", "took", "seen", *header], rows)
-        if hidden:
-            print(f"also different, for --columns: {', '.join(hidden)}")
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
-        for run in runs:
-            if run.record.why and run.state != "running":
-                line = f"{run.name}: {run.state} at step {run.record.step}: {run.record.why}"
-                print(line if len(line) <= width else f"{line[: width - 3]}...")
+
+def _print_runs(root: Path, runs: Sequence[ListedRun]) -> None:
+    names = differing(runs)
+    hidden, names, header = names[_SHOWN_FIELDS:], names[:_SHOWN_FIELDS], _ends(names)[:_SHOWN_FIELDS]
+    if any(run.record.parent for run in runs):
+        names, header = [_PARENT, *names], [_PARENT, *header]
+    rows = [[*_row(run), *(_cells(run).get(name, "-") for name in names)] for run in runs]
+    print_table(str(root), ["run", "state", "step", "best", "took", "seen", *header], rows)
+    if hidden:
+        print(f"also different: {', '.join(hidden)}")
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
+    for run in runs:
+        if run.record.why and run.state != "running":
+            line = f"{run.name}: {run.state} at step {run.record.step}: {run.record.why}"
+            print(line if len(line) <= width else f"{line[: width - 3]}...")
 
 
 def _order(run: ListedRun, sort: str) -> tuple[Any, ...]:
@@ -121,27 +114,22 @@ def _row(run: ListedRun) -> list[str]:
     return [run.name, run.state, str(record.step), at, took, f"{age_cell(record.seen)} ago" if record.seen else "-"]
 
 
-def _cells(run: ListedRun, *, with_branch: bool) -> dict[str, str]:
-    """Texts for columns: what a branch began from, the config's fields, and the last values of metrics."""
+def _cells(run: ListedRun) -> dict[str, str]:
+    """Texts for columns: the config's fields, and of a branch what it began from and the words it began with."""
     from dream_trainer.trainer.run_record import BRANCH, trained_fields
 
     parent = run.record.parent
     values = trained_fields(run.config, run.record)
-    cells = {name: value_cell(value) for name, value in values.items() if with_branch or not name.startswith(BRANCH)}
+    cells = {name: value_cell(value) for name, value in values.items() if parent or not name.startswith(BRANCH)}
     if parent:
         begun = parent.get("run") or Path(parent["checkpoint"]).parent.parent.name
         cells[_PARENT] = f"{begun} at {parent['step']}"
-    return {name: number_cell(last["value"]) for name, last in run.last.items()} | cells
-
-
-def _sections() -> set[str]:
-    from dream_trainer.config.dream_trainer_config import DreamTrainerConfig
-
-    return {field.name for field in fields(DreamTrainerConfig)}
+    return cells
 
 
 def differing(runs: Sequence[ListedRun]) -> list[str]:
     """The fields that differ between the configs of the runs: the script's own first, then numbers of training."""
+    from dream_trainer.config.dream_trainer_config import DreamTrainerConfig
     from dream_trainer.trainer.run_record import BRANCH, trained_fields
 
     known = [trained_fields(run.config, run.record) for run in runs if run.config]
@@ -150,7 +138,7 @@ def differing(runs: Sequence[ListedRun]) -> list[str]:
         texts = {value_cell(values[name]) if name in values else "-" for values in known}
         if len(texts) > 1 and name not in _NOT_COMPARED:
             found[name] = texts
-    framework = _sections()
+    framework = {field.name for field in fields(DreamTrainerConfig)}
 
     def rank(name: str) -> tuple[bool, bool, bool, bool]:
         section = name.partition(".")[0]
@@ -169,21 +157,6 @@ def _ends(names: Sequence[str]) -> list[str]:
     return [end if ends.count(end) == 1 else name for name, end in zip(names, ends, strict=True)]
 
 
-def _full(column: str, cells: Sequence[Mapping[str, str]]) -> str:
-    names = list(dict.fromkeys(name for values in cells for name in values))
-    ends = [name for name in names if name.endswith(f".{column}") and ("branch." in column or ".branch." not in name)]
-    found = [column] if column in names else ends
-    if len(found) > 1:  # a field of the script's own counts before others
-        found = [name for name in found if name.partition(".")[0] not in _sections()] or found
-    if len(found) > 1:
-        raise ConfigError(f"--columns {column}: there are {', '.join(found)}. Use a whole name.")
-    if not found:
-        near = [name for name in names if column in name][:3] or [*filter(None, [nearest(column, names)])]
-        advice = f"Did you mean {', '.join(near)}?" if near else "See `config show RUN`."
-        raise ConfigError(f"--columns {column}: no run has such a field or metric. {advice}")
-    return found[0]
-
-
 # -- `dream-trainer runs show`: one run.
 
 
@@ -197,9 +170,11 @@ class RunShow:
     """Print JSON: the run's whole record and config."""
 
     def run(self) -> int:
-        from dream_trainer.trainer.run_record import PARTS, read_run, receipt
+        from dream_trainer.trainer.run_record import PARTS, read_run, receipt, run_directories
 
-        path = _run_directory(self.run_path)
+        path = self.run_path
+        if run_directories(path) != [path]:
+            raise ConfigError(f"{path} is no run's directory. `dream-trainer runs` lists the runs.")
         run = read_run(path, path)
         if self.as_json:
             print_json({**vars(run), "record": asdict(run.record)})
@@ -231,14 +206,6 @@ class RunShow:
         if record.error:
             print(record.error, end="")
         return 0
-
-
-def _run_directory(path: Path) -> Path:
-    from dream_trainer.trainer.run_record import run_directories
-
-    if run_directories(path) != [path]:
-        raise ConfigError(f"{path} is no run's directory. `dream-trainer runs` lists the runs.")
-    return path
 
 
 # -- `dream-trainer config`: the config of a run, and the differences between two.
@@ -299,10 +266,6 @@ class RunConfig:
 
     def run(self) -> int:
         return self.command.run()
-
-
-# The words after `runs`; any other one is the directory to list.
-RUN_VERBS: dict[str, Callable[..., Any]] = {"ls": Runs, "show": RunShow, "diff": ConfigDiff}
 
 
 def _trained(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

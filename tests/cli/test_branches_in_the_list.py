@@ -40,8 +40,7 @@ def test_a_rate_kept_from_the_checkpoint_is_told_with_the_config_s(capsys: pytes
 
     rates = {"parent": "0.01", "branch": "0.003 (trained 0.01)", "anew": "0.003"}
     assert column(said(capsys, "runs"), "learning_rate") == rates
-    assert column(said(capsys, "runs", "--columns", "learning_rate"), "learning_rate") == rates
-    between = lines_of(said(capsys, "runs", "diff", str(GROUP / "branch"), str(GROUP / "anew"), code=1))
+    between = lines_of(said(capsys, "config", "diff", str(GROUP / "branch"), str(GROUP / "anew"), code=1))
     assert between["learning_rate"] == "0.003 (trained 0.01) 0.003"
 
     # A restart goes on with the same rate, and says so; so does a run of its own whose config was changed.
