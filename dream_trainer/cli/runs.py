@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 _SHOWN_FIELDS = 5
 _NOT_COMPARED = ("project", "group", "experiment", "runs_dir", "checkpoint_parameters.resume")  # of no effect
 _PARENT = "began from"
-_NUMBER = re.compile(r"[-+]?\d[\d.]*(e[-+]?\d+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,26 +126,20 @@ def _cells(run: ListedRun) -> dict[str, str]:
 
 
 def differing(runs: Sequence[ListedRun]) -> list[str]:
-    """The fields that differ between the configs of the runs: the script's own first, then numbers of training."""
+    """The fields that differ between the configs of the runs: the script's own first, then those of training."""
     from dream_trainer.config.dream_trainer_config import DreamTrainerConfig
     from dream_trainer.trainer.run_record import BRANCH, trained_fields
 
     known = [trained_fields(run.config, run.record) for run in runs if run.config]
-    found: dict[str, set[str]] = {}
-    for name in dict.fromkeys(name for values in known for name in values):
-        texts = {value_cell(values[name]) if name in values else "-" for values in known}
-        if len(texts) > 1 and name not in _NOT_COMPARED:
-            found[name] = texts
-    framework = {field.name for field in fields(DreamTrainerConfig)}
+    names = [name for name in dict.fromkeys(name for values in known for name in values) if name not in _NOT_COMPARED]
+    framework = {field.name for field in fields(DreamTrainerConfig)} - {"training_parameters"}
 
-    def rank(name: str) -> tuple[bool, bool, bool, bool]:
+    def rank(name: str) -> tuple[bool, bool, bool]:
         section = name.partition(".")[0]
-        is_number = any(map(_NUMBER.fullmatch, found[name]))
-        is_own = section not in {*framework, "given_objects"}  # the latter of a trainer without a class
-        is_main = is_own or section in ("training_parameters", "given_objects")
-        return name.startswith(BRANCH), not is_own, not (is_main and is_number), not is_number
+        return name.startswith(BRANCH), section in framework, section == "training_parameters"
 
-    return sorted(found, key=rank)
+    differ = [name for name in names if len({value_cell(values.get(name, "-")) for values in known}) > 1]
+    return sorted(differ, key=rank)
 
 
 def _ends(names: Sequence[str]) -> list[str]:

@@ -40,7 +40,7 @@ def test_what_was_given_is_in_the_record_of_the_run_and_tells_runs_apart(capsys:
     assert "cross_entropy" in given["loss"]
     assert main(["runs", "runs"]) == 0
     rows = [row.split()[-3:] for row in capsys.readouterr().out.splitlines()[1:]]
-    assert rows == [["train_batch_size", "val_batch_size", "lr"], ["4", "4", "0.01"], ["8", "8", "0.1"]]
+    assert rows == [["lr", "train_batch_size", "val_batch_size"], ["0.01", "4", "4"], ["0.1", "8", "8"]]
 
 
 @pytest.mark.parametrize(
