@@ -74,10 +74,10 @@ def value_of(start: Any, field: Field[Any]) -> Any:
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
-def field_types(cls: type, *, with_limits: bool = False) -> dict[str, Any]:
-    """The types of a dataclass's fields by name, with no annotation left as text; `with_limits`, as `Annotated` too."""
+def field_types(cls: type) -> dict[str, Any]:
+    """The types of a dataclass's fields by name, with no annotation left as text."""
     try:
-        return get_type_hints(cls, include_extras=with_limits)
+        return get_type_hints(cls)
     except NameError as error:
         raise ConfigError(
             f"the types of {cls.__name__}'s fields cannot be found: {error}. Define {cls.__name__} and the types it "

@@ -132,4 +132,3 @@ class LoggerConfigMixin:
     """Config of LoggerMixin."""
 
     logger_parameters: LoggerParameters = field(default_factory=LoggerParameters)
-    """Loggers and their intervals."""
