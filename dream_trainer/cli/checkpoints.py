@@ -17,8 +17,8 @@ from dream_trainer.checks import refuse
 from dream_trainer.cli.output import (
     Count,
     Flag,
-    Json,
     Name,
+    Shows,
     age_cell,
     mesh_cell,
     metrics_cell,
@@ -36,13 +36,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ls:
+class Ls(Shows):
     """List a run's checkpoints with their states."""
 
     run_path: Annotated[Positional[Path], arg(metavar="RUN")]
     """The run's directory, or its `checkpoints` directory."""
-    as_json: Json = False
-    """Print JSON instead of a table."""
 
     def run(self) -> int:
         from dream_trainer.checkpoint.manifest import checkpoints_root, entries
@@ -63,13 +61,11 @@ class Ls:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verify:
+class Verify(Shows):
     """Read every file and compare checksums; the exit code is 1 if anything is damaged."""
 
     path: Annotated[Positional[Path], arg(metavar="PATH")]
     """A checkpoint's directory, or a run's for all of its checkpoints."""
-    as_json: Json = False
-    """Print JSON instead of lines."""
 
     def run(self) -> int:
         from dream_trainer.checkpoint.manifest import checkpoints_root, entries, faults, is_checkpoint
@@ -224,13 +220,11 @@ class ModelWeights(OneCheckpoint):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Show(OneCheckpoint):
+class Show(OneCheckpoint, Shows):
     """Show the contents of a checkpoint: counters, metrics, models, optimizers and config."""
 
     tensors: Flag = False
     """List every tensor with its shape and dtype."""
-    as_json: Json = False
-    """Print JSON, with every tensor."""
 
     def run(self) -> int:
         from dream_trainer.checkpoint.manifest import directory_size
@@ -271,7 +265,7 @@ class Show(OneCheckpoint):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diff:
+class Diff(Shows):
     """Compare two checkpoints: counters, metrics, config, and tensors' names, shapes, dtypes and values."""
 
     a: Annotated[Positional[Path], arg(metavar="A")]
@@ -280,8 +274,6 @@ class Diff:
     """The other one."""
     values: bool = True
     """Read the tensors and compare their values, one at a time."""
-    as_json: Json = False
-    """Print JSON, with every tensor that differs."""
 
     def run(self) -> int:
         from dream_trainer.checkpoint.manifest import find_checkpoint

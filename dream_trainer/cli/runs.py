@@ -14,7 +14,7 @@ from tyro.conf import Positional, arg, subcommand
 
 from dream_trainer.best_value import mode_by_name
 from dream_trainer.checks import nearest
-from dream_trainer.cli.output import Json, Name, age_cell, number_cell, print_json, value_cell
+from dream_trainer.cli.output import Name, Shows, age_cell, number_cell, print_json, value_cell
 from dream_trainer.errors import ConfigError
 from dream_trainer.loggers.formatting import format_duration
 from dream_trainer.screen import print_table
@@ -29,7 +29,7 @@ _PARENT = "began from"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Runs:
+class Runs(Shows):
     """List runs: steps, best metric, state or why it ended, and how their configs differ. Also `runs show RUN`."""
 
     directory: Annotated[Positional[Path | None], arg(metavar="DIR", help_behavior_hint="")] = None
@@ -39,8 +39,6 @@ class Runs:
     whose best the run keeps."""
     sort: Literal["name", "state", "step", "best", "took", "seen", "started"] = "started"
     """Order; "best" puts the best first, the others the largest or latest last."""
-    as_json: Json = False
-    """Print JSON, with each run's whole record and config."""
 
     def run(self) -> int:
         from dream_trainer.config.trainer_config import runs_directory
@@ -153,13 +151,11 @@ def _ends(names: Sequence[str]) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunShow:
+class RunShow(Shows):
     """Show one run: how far it is, why it ended, its best and last values, and how it was started."""
 
     run_path: Annotated[Positional[Path], arg(metavar="RUN")]
     """A run's directory."""
-    as_json: Json = False
-    """Print JSON: the run's whole record and config."""
 
     def run(self) -> int:
         from dream_trainer.trainer.run_record import PARTS, read_run, receipt, run_directories
@@ -204,13 +200,11 @@ class RunShow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConfigShow:
+class ConfigShow(Shows):
     """Show a run's config, one line a field."""
 
     run_path: Annotated[Positional[Path], arg(metavar="RUN")]
     """A run's directory, a checkpoint's, or a .yaml, .toml or .json file."""
-    as_json: Json = False
-    """Print the config as JSON."""
 
     def run(self) -> int:
         config, fields = _trained(self.run_path)
@@ -222,15 +216,13 @@ class ConfigShow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConfigDiff:
+class ConfigDiff(Shows):
     """Show the fields that differ between the configs of two runs or files. The exit code is 1 if any differ."""
 
     a: Annotated[Positional[Path], arg(metavar="RUN")]
     """A run's directory, a checkpoint's, or a .yaml, .toml or .json file."""
     b: Annotated[Positional[Path], arg(metavar="RUN")]
     """The other one."""
-    as_json: Json = False
-    """Print JSON: each field with both values."""
 
     def run(self) -> int:
         from dream_trainer.config.config_files import is_saved

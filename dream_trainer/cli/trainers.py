@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from dream_trainer.cli.output import Json
+from dream_trainer.cli.output import Shows
 from dream_trainer.errors import ConfigError
 from dream_trainer.screen import show
 from dream_trainer.testing.program import Program
@@ -48,7 +48,7 @@ class DescribeTrainer(OfProgram):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckTrainer(OfProgram):
+class CheckTrainer(OfProgram, Shows):
     """Run a trainer in fresh processes on 1, 2 and 4 CPU ranks, and report whether it is deterministic, and the same on
     ranks, after a resume and after a kill. Other flags after the program, and all after --, change its config, such as
     --training.max-steps 8."""
@@ -57,8 +57,6 @@ class CheckTrainer(OfProgram):
     """Whether to leave out slower checks: four ranks, more places to stop at, SIGTERM, workers."""
     only: Literal["deterministic", "parity", "resume", "kill", "order", "validation", "schedules", "cost"] | None = None
     """The check to run; None runs all."""
-    as_json: Json = False
-    """Print JSON."""
 
     def run(self, *overrides: str) -> int:
         from dream_trainer.testing.findings import CHECKS
@@ -69,7 +67,7 @@ class CheckTrainer(OfProgram):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanTrainer(OfProgram):
+class PlanTrainer(OfProgram, Shows):
     """Print what a rank of many would hold and send in a step, planned on one CPU: memory by kind and module, and each
     collective. Other flags after the program, and all after --, change its config, such as
     --device.tensor-parallel 2."""
@@ -87,8 +85,6 @@ class PlanTrainer(OfProgram):
     rates: Annotated[tuple[float, float, float], arg(metavar="TFLOPS HOST_GB NETWORK_GB")] = (400.0, 300.0, 40.0)
     """What a search counts with: 10^12 operations a second of a device, as training reaches them, and 10^9 bytes a
     second that a rank sends to ranks of its host, and of other hosts."""
-    as_json: Json = False
-    """Print JSON."""
 
     def run(self, *overrides: str) -> int:
         from dream_trainer.planning.planner import make_plan, memory_of

@@ -87,7 +87,7 @@ def field_types(cls: type) -> dict[str, Any]:
 
 def _read_changes(path: Path) -> tuple[Path, dict[str, Any]]:
     """The file that `path` means, and the fields that it sets; of a saved config, without those of that run."""
-    file = _config_file(path)
+    file = path / SAVED_NAME if path.is_dir() else path
     found = read_plain(file)
     if found is None:
         return file, {}
@@ -102,15 +102,6 @@ def _read_changes(path: Path) -> tuple[Path, dict[str, Any]]:
         kept["checkpoint_parameters"] = {n: value for n, value in checkpoints.items() if n not in _OF_ITS_START}
     logger.info("%s is what a run saved; left out: %s.", file, ", ".join(left_out))
     return file, kept
-
-
-def _config_file(path: Path) -> Path:
-    """The file that a path means: itself, or of a run's directory its `config.json`."""
-    if not path.is_dir():
-        return path
-    if (path / SAVED_NAME).exists():
-        return path / SAVED_NAME
-    raise ConfigError(f"{path} has no {SAVED_NAME}. Give a run's directory, or a file.")
 
 
 def field_meant(cls: Any, word: str) -> str:
