@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn as nn
@@ -12,15 +14,17 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from dream_trainer.callbacks.gradient_stats import add_sums, no_sums
-from dream_trainer.checks import check_integer, check_names, check_pattern
+from dream_trainer.checks import check_names, check_pattern
 from dream_trainer.compat.compiler import is_compiled, never_compiled
 from dream_trainer.compat.pytorch import in_backward, local_tensor
+from dream_trainer.config.parameter_class import PositiveInt, check_fields
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import LoggingCallback
 from dream_trainer.nested import leaves
 from dream_trainer.trainer.abstract import AbstractTrainer
 
 
+@dataclass(eq=False, repr=False)
 class ActivationStats(LoggingCallback):
     """Logs root mean square, largest magnitude and share of zeros of modules' outputs, as `activations/<module>/rms`,
     `max` and `zeros`.
@@ -45,17 +49,16 @@ class ActivationStats(LoggingCallback):
 
     needs_whole_models: ClassVar[bool] = True
 
-    def __init__(
-        self, every_n_steps: int = 100, *, modules: Sequence[str] | None = None, name: str = "activations"
-    ) -> None:
-        super().__init__(name)
-        check_integer("every_n_steps", every_n_steps, minimum=1)
-        if modules is not None:
-            check_names("modules", modules, example="attention$")
-            for pattern in modules:
-                check_pattern("modules", pattern)
-        self.every_n_steps = every_n_steps
-        self.modules = modules
+    every_n_steps: PositiveInt = 100
+    _: KW_ONLY
+    modules: Annotated[Sequence[str], partial(check_names, example="attention$")] | None = None
+    name: str = "activations"
+
+    def __post_init__(self) -> None:
+        super().__init__(self.name)
+        check_fields(self, ActivationStats)
+        for pattern in self.modules or ():
+            check_pattern("modules", pattern)
         self._modules: dict[str, nn.Module] = {}
         self._hooks: list[RemovableHandle] = []
         self._first_batch_idx = 0

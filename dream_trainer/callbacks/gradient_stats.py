@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar
 
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dream_trainer.checkpoint.model_state import parameter_fqns
-from dream_trainer.checks import check_boolean, check_integer
 from dream_trainer.compat.pytorch import local_tensor
+from dream_trainer.config.parameter_class import NonNegativeInt, PositiveInt, check_fields
 from dream_trainer.events.callback import LoggingCallback
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.step.gradients import copies_of
@@ -21,20 +22,20 @@ from dream_trainer.trainer.step.gradients import copies_of
 OTHER = "other.parameters"  # for optimized parameters that are in no model
 
 
+@dataclass(eq=False, repr=False)
 class TensorStats(LoggingCallback):
     """A callback that measures groups of tensors every n steps: an interface. Use `GradientStats` or `WeightStats`."""
 
     needs_whole_models: ClassVar[bool] = True
 
-    def __init__(self, every_n_steps: int, *, name: str, depth: int | None, histograms: bool) -> None:
-        super().__init__(name)
-        check_integer("every_n_steps", every_n_steps, minimum=1)
-        if depth is not None:
-            check_integer("depth", depth, minimum=0)
-        check_boolean("histograms", histograms)
-        self.every_n_steps = every_n_steps
-        self.depth = depth
-        self.histograms = histograms
+    every_n_steps: PositiveInt = 100
+    _: KW_ONLY
+    depth: NonNegativeInt | None = 2
+    histograms: bool = False
+
+    def __post_init__(self) -> None:
+        super().__init__(self.name)
+        check_fields(self, TensorStats)
 
     @torch.no_grad()
     def _sums_of(
@@ -84,6 +85,7 @@ def add_sums(row: Tensor, tensor: Tensor, copies: int = 1) -> None:
     row[3] += tensor.numel() / copies
 
 
+@dataclass(eq=False, repr=False)
 class GradientStats(TensorStats):
     """Logs 2-norm, largest magnitude and share of zeros of gradients as `gradients/<group>/norm`, `max` and `zeros`.
 
@@ -105,10 +107,10 @@ class GradientStats(TensorStats):
         ConfigError: A number is invalid.
     """
 
-    def __init__(
-        self, every_n_steps: int = 100, *, depth: int | None = 2, histograms: bool = False, name: str = "gradients"
-    ) -> None:
-        super().__init__(every_n_steps, name=name, depth=depth, histograms=histograms)
+    name: str = field(default="gradients", kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         # By optimizer: several may train parts of one group, and each counts once, also in a window that is run again.
         self._sums: dict[Optimizer, dict[str, Tensor]] = {}
         self._watched: AbstractTrainer | None = None
@@ -144,6 +146,7 @@ class GradientStats(TensorStats):
         self._log(trainer, sums)
 
 
+@dataclass(eq=False, repr=False)
 class WeightStats(TensorStats):
     """Logs 2-norm, largest magnitude and share of zeros of parameters as `weights/<group>/norm`, `max` and `zeros`.
 
@@ -151,10 +154,7 @@ class WeightStats(TensorStats):
     parameters.
     """
 
-    def __init__(
-        self, every_n_steps: int = 100, *, depth: int | None = 2, histograms: bool = False, name: str = "weights"
-    ) -> None:
-        super().__init__(every_n_steps, name=name, depth=depth, histograms=histograms)
+    name: str = field(default="weights", kw_only=True)
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
         if trainer.global_step % self.every_n_steps:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.nn as nn
 from torch import Tensor
@@ -11,12 +11,6 @@ from torch.optim import Optimizer
 from dream_trainer.errors import HookError
 from dream_trainer.events.callback import LoggingCallback
 from dream_trainer.trainer.abstract import AbstractTrainer
-
-
-class _Curves(NamedTuple):
-    n_groups: int
-    names: list[str]  # one for all groups, or one for each
-    is_shared: bool  # whether several groups share one
 
 
 class LearningRate(LoggingCallback):
@@ -35,35 +29,33 @@ class LearningRate(LoggingCallback):
 
     def __init__(self, name: str = "lr") -> None:
         super().__init__(name)
-        self._curves: dict[Optimizer, _Curves] = {}
+        self._names: dict[Optimizer, list[str]] = {}  # one for all groups, or one for each
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
-        self._curves.clear()
+        self._names.clear()
 
     def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
-        groups = optimizer.param_groups
-        curves = self._curves.get(optimizer)
-        if curves is None or curves.n_groups != len(groups) or (curves.is_shared and not _have_one_rate(groups)):
-            curves = self._curves[optimizer] = self._named(trainer, optimizer, curves)
-        for index, name in enumerate(curves.names):  # a single name belongs to the first group
+        groups, names = optimizer.param_groups, self._names.get(optimizer, [])
+        is_shared = len(names) < 2 and _have_one_rate(groups)  # groups that have parted stay apart
+        if len(names) != (1 if is_shared else len(groups)):
+            names = self._names[optimizer] = self._named(trainer, optimizer, is_shared=is_shared)
+        for index, name in enumerate(names):  # a single name belongs to the first group
             trainer.log(name, groups[index]["lr"], weight=1.0, reduce="last")
 
-    def _named(self, trainer: AbstractTrainer, optimizer: Optimizer, before: _Curves | None) -> _Curves:
-        optimizers, groups = trainer.named_optimizers(), optimizer.param_groups
+    def _named(self, trainer: AbstractTrainer, optimizer: Optimizer, *, is_shared: bool) -> list[str]:
+        optimizers = trainer.named_optimizers()
         name_of_optimizer = next((name for name, one in optimizers.items() if one is optimizer), None)
         if name_of_optimizer is None:
             raise HookError(
                 f"an optimizer of type {type(optimizer).__name__} stepped that is not a public attribute of the "
                 "trainer, so it has no name and is not saved either. Give it a public name, such as self.optimizer."
             )
-        have_parted = before is not None and len(before.names) > 1
-        if _have_one_rate(groups) and not have_parted:
-            name = self.name if len(optimizers) == 1 else f"{self.name}/{name_of_optimizer}"
-            return _Curves(len(groups), [name], is_shared=len(groups) > 1)
-        labels = [str(group.get("name", index)) for index, group in enumerate(groups)]
+        if is_shared:
+            return [self.name if len(optimizers) == 1 else f"{self.name}/{name_of_optimizer}"]
+        labels = [str(group.get("name", index)) for index, group in enumerate(optimizer.param_groups)]
         if len(set(labels)) < len(labels):
             labels = [f"{label}.{index}" for index, label in enumerate(labels)]
-        return _Curves(len(groups), [f"{self.name}/{name_of_optimizer}/{label}" for label in labels], is_shared=False)
+        return [f"{self.name}/{name_of_optimizer}/{label}" for label in labels]
 
 
 def _have_one_rate(groups: list[dict[str, Any]]) -> bool:

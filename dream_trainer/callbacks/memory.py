@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dream_trainer.checks import check_integer
 from dream_trainer.compat.pytorch import local_tensor, record_memory_history, write_memory_snapshot
+from dream_trainer.config.parameter_class import NonNegativeInt, PositiveInt, check_fields
 from dream_trainer.errors import HookError
 from dream_trainer.events.callback import LoggingCallback
 from dream_trainer.loggers.formatting import format_bytes
@@ -27,6 +28,7 @@ GIB = 2.0**30
 Bytes = Counter[torch.dtype]  # bytes by the dtype of the tensors that take them
 
 
+@dataclass(eq=False, repr=False)
 class Memory(LoggingCallback):
     """Logs memory of the rank that needs most, in GiB, under `memory/`:
 
@@ -52,12 +54,14 @@ class Memory(LoggingCallback):
         ConfigError: A number is invalid.
     """
 
-    def __init__(self, every_n_steps: int = 50, *, history: int = 0, name: str = "memory") -> None:
-        super().__init__(name)
-        check_integer("every_n_steps", every_n_steps, minimum=1)
-        check_integer("history", history, minimum=0)
-        self.every_n_steps = every_n_steps
-        self.history = history
+    every_n_steps: PositiveInt = 50
+    _: KW_ONLY
+    history: NonNegativeInt = 0
+    name: str = "memory"
+
+    def __post_init__(self) -> None:
+        super().__init__(self.name)
+        check_fields(self, Memory)
         self._trainer: AbstractTrainer | None = None
         self._is_reported = False
         self._gradients: dict[Optimizer, Bytes] = {}

@@ -238,7 +238,9 @@ def _report(trainer: AbstractTrainer, window: _Window) -> dict[str, Any] | None:
         {"batch_idx": batch_idx, "values": {name: str(float(value)) for name, value in values.items()}}
         for batch_idx, values in window.batches
     ]
-    for batch, samples in zip(batches, _indices(trainer, window) or [], strict=False):
+    end = window.end
+    indices = trainer.accumulation_window.indices(end.epoch, end.samples - window.samples, end.samples)
+    for batch, samples in zip(batches, indices or [], strict=False):  # None if only the loader knows
         batch["indices"] = samples
     return {
         "step": window.step,
@@ -261,12 +263,6 @@ def _say(report: dict[str, Any]) -> None:
         parts.append(f"batch {batch['batch_idx']}{samples} gave {', '.join(bad)}")
     where = f" Reports of all ranks: {Path(report['path']).parent}" if "path" in report else ""
     logger.error("step %d, rank %d: %s.%s", report["step"], report["rank"], "; ".join(parts), where)
-
-
-def _indices(trainer: AbstractTrainer, window: _Window) -> list[list[int]] | None:
-    """Samples of the window's batches, as indices of the dataset; None if only the loader knows."""
-    end = window.end
-    return trainer.accumulation_window.indices(end.epoch, end.samples - window.samples, end.samples)
 
 
 def _all_finite(values: list[Tensor | float]) -> bool:

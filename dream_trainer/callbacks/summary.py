@@ -11,7 +11,8 @@ import torch.nn as nn
 
 from dream_trainer.checks import check_integer, refuse
 from dream_trainer.compat.pytorch import local_tensor
-from dream_trainer.config.config_files import value_of
+from dream_trainer.config.parameter_class import is_ours
+from dream_trainer.config.serialize import leaves, to_dict
 from dream_trainer.data.loader import loader_batch_size
 from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.events.callback import Callback
@@ -169,15 +170,14 @@ def summary_rows(trainer: AbstractTrainer) -> list[tuple[str, str]]:
     ]
     if trainer.global_step:
         rows.append(("resumed at", f"step {trainer.global_step:,}, {trainer.samples_seen:,} samples seen"))
-    # Each capability brings one nested class of parameters; these two are shown above.
-    shown_above = (type(parameters), type(trainer.config.device_parameters))
-    rows += [
-        (field.name.removesuffix("_parameters"), spelled)
-        for field in fields(trainer.config)
-        if _is_nested(value := vars(trainer.config)[field.name])
-        and not isinstance(value, shown_above)
-        and (spelled := ", ".join(_spelled("", value)))
-    ]
+    # Of our classes of parameters what differs from their defaults; two of them are shown above.
+    for field in fields(trainer.config):
+        value = vars(trainer.config)[field.name]
+        if is_dataclass(value) and field.name not in ("training_parameters", "device_parameters"):
+            kind: Any = type(value)
+            usual = dict(leaves(to_dict(kind()))) if is_ours(kind) else {}
+            changed = [f"{name}={part!r}" for name, part in leaves(to_dict(value)) if (name, part) not in usual.items()]
+            rows += [(field.name.removesuffix("_parameters"), ", ".join(changed))] if changed else []
     return rows
 
 
@@ -199,23 +199,3 @@ def _data_rows(trainer: AbstractTrainer) -> list[tuple[str, str]]:
         ("steps per pass over the data", "unknown" if steps is None else f"{steps:,}"),
         ("validation", validation or "none"),
     ]
-
-
-def _spelled(name: str, value: Any) -> Iterator[str]:
-    """Names and values, nested ones as `wandb.entity='team'` or `groups.0.lr=0.1`."""
-    prefix = f"{name}." if name else ""
-    if _is_nested(value):
-        is_ours = type(value).__module__.startswith("dream_trainer.")
-        for field in fields(value):
-            given, default = vars(value)[field.name], value_of(type(value), field)
-            if not is_ours or given != default or (field.name == "name" and given is not None):
-                yield from _spelled(f"{prefix}{field.name}", given)
-    elif isinstance(value, list | tuple) and any(map(_is_nested, value)):
-        for index, item in enumerate(value):
-            yield from _spelled(f"{prefix}{index}", item)
-    else:
-        yield f"{name}={value!r}"
-
-
-def _is_nested(value: Any) -> bool:
-    return is_dataclass(value) and not isinstance(value, type)

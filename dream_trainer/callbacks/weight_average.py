@@ -138,19 +138,15 @@ def trained_parameters(name: str, model: nn.Module) -> dict[str, Tensor]:
 
 def move_towards(averages: list[Tensor], weights: list[Tensor], share: float | Tensor) -> None:
     """`average += share * (weight - average)`, in place."""
-    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    alike: tuple[list[Tensor], list[Tensor]] = [], []
     for average, weight in zip(averages, weights, strict=True):
         if average.dtype == weight.dtype:
-            same_averages, same_weights = by_dtype.setdefault(average.dtype, ([], []))
-            same_averages.append(average)
-            same_weights.append(weight)
+            alike[0].append(average)
+            alike[1].append(weight)
         else:  # one at a time, so that only one is ever held in both widths
             average.lerp_(weight.to(average.dtype), share.to(average.dtype) if isinstance(share, Tensor) else share)
-    for dtype, (same_averages, same_weights) in by_dtype.items():
-        if isinstance(share, Tensor):
-            foreach_lerp_(same_averages, same_weights, [share.to(dtype)] * len(same_averages))
-        else:
-            foreach_lerp_(same_averages, same_weights, share)
+    if alike[0]:
+        foreach_lerp_(*alike, [share.to(a.dtype) for a in alike[0]] if isinstance(share, Tensor) else share)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -16,7 +16,6 @@ from dream_trainer.checkpoint.model_state import model_buffers, parameter_fqns
 from dream_trainer.checks import check_between, check_name, listed, refuse
 from dream_trainer.compat.pytorch import local_tensor
 from dream_trainer.config.parameter_class import PositiveInt, check_fields
-from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback
 from dream_trainer.trainer.abstract import AbstractTrainer
 
@@ -42,8 +41,9 @@ class WeightTransfer(Callback):
         buffers: Whether buffers, such as BatchNorm's statistics, are transferred too; False leaves the target its own.
 
     Raises:
-        ConfigError: A value cannot work; when setup ends, also if a model is not there, no optimizer trains the source,
-            or the two do not match.
+        ConfigError: A value cannot work; when setup ends, also if no optimizer trains the source, or the two do not
+            match.
+        AttributeError: When setup ends, a model is not there.
     """
 
     needs_whole_models: ClassVar[bool] = True
@@ -67,7 +67,7 @@ class WeightTransfer(Callback):
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
         self._trainer = trainer
-        source, target = _model(trainer, self.source), _model(trainer, self.target)
+        source, target = trainer.get_module(self.source), trainer.get_module(self.target)
         self._optimizers = trainer.get_optimizers_by_model(source)
         refuse(not self._optimizers, f"WeightTransfer: no optimizer trains {self.source!r}, so nothing is transferred.")
         followed, following = self._tensors(source), self._tensors(target)
@@ -116,15 +116,6 @@ class WeightTransfer(Callback):
         tensors = {fqn.removeprefix("model."): tensor for tensor, fqn in parameter_fqns({"model": model}).items()}
         buffers = model_buffers({"model": model}) if self.buffers else {}
         return tensors | {name.removeprefix("models.model."): tensor for name, tensor in buffers.items()}
-
-
-def _model(trainer: AbstractTrainer, name: str) -> nn.Module:
-    try:
-        return trainer.get_module(name)
-    except AttributeError as error:
-        raise ConfigError(
-            f"WeightTransfer: the trainer has no model {name!r}. There are {list(trainer.named_models())}."
-        ) from error
 
 
 def _check_pairs(source: str, followed: dict[str, Tensor], target: str, following: dict[str, Tensor]) -> None:

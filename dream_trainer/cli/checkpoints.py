@@ -17,8 +17,8 @@ from dream_trainer.checks import refuse
 from dream_trainer.cli.output import (
     Count,
     Flag,
-    Json,
     Name,
+    Shows,
     age_cell,
     mesh_cell,
     metrics_cell,
@@ -36,13 +36,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ls:
+class Ls(Shows):
     """List a run's checkpoints with their states."""
 
     run_path: Annotated[Positional[Path], arg(metavar="RUN")]
     """The run's directory, or its `checkpoints` directory."""
-    as_json: Json = False
-    """Print JSON instead of a table."""
 
     def run(self) -> int:
         from dream_trainer.checkpoint.manifest import checkpoints_root, entries
@@ -63,13 +61,11 @@ class Ls:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verify:
+class Verify(Shows):
     """Read every file and compare checksums; the exit code is 1 if anything is damaged."""
 
     path: Annotated[Positional[Path], arg(metavar="PATH")]
     """A checkpoint's directory, or a run's for all of its checkpoints."""
-    as_json: Json = False
-    """Print JSON instead of lines."""
 
     def run(self) -> int:
         from dream_trainer.checkpoint.manifest import checkpoints_root, entries, faults, is_checkpoint
@@ -112,8 +108,6 @@ class Prune:
     """Also remove checkpoints that were set aside when the run resumed from an older one."""
     dry_run: Flag = False
     """Print what would be removed, and remove nothing."""
-    as_json: Json = False
-    """Print JSON instead of a table."""
 
     def run(self) -> int:
         from dream_trainer.checkpoint.manifest import checkpoints_root, entries, kept, mode_of_run
@@ -142,28 +136,20 @@ class Prune:
             sizes = [entry.size for entry in going]
             for entry in [] if self.dry_run else going:
                 discard(entry.path)
-        self._print(root, [entry for entry in found if entry not in going], going, sizes)
-        return 0
-
-    def _print(self, root: Path, staying: list[Entry], going: list[Entry], sizes: list[int]) -> None:
-        whole = [entry for entry in staying if entry.state == "whole"]
-        left = [entry for entry in staying if entry.state != "whole"]
-        if self.as_json:
-            paths = {"removed": [entry.path for entry in going], "kept": [entry.path for entry in whole]}
-            others = [{"path": entry.path, "state": entry.state} for entry in left]
-            print_json({"dry_run": self.dry_run, **paths, "left_alone": others, "freed_bytes": sum(sizes)})
-            return
         verb = "would remove" if self.dry_run else "removed"
         if going:
             facts_of = [(e.path.name, e.state, metrics_cell(e.manifest.metrics if e.manifest else {})) for e in going]
             rows = [[*facts, format_bytes(size)] for facts, size in zip(facts_of, sizes, strict=True)]
             print_table(f"{verb} from {root}", ["name", "state", "metrics", "size"], rows)
-        kept = ", ".join(str(entry.step) for entry in whole) or "none"
-        print(f"{verb} {len(going)} ({format_bytes(sum(sizes))}); kept steps: {kept}")
+        staying = [entry for entry in found if entry not in going]
+        steps = ", ".join(str(entry.step) for entry in staying if entry.state == "whole") or "none"
+        print(f"{verb} {len(going)} ({format_bytes(sum(sizes))}); kept steps: {steps}")
         options = {"damaged": "; --damaged removes it", "unfinished": "; --damaged removes it"}
         options["aside"] = "; --aside removes it"
-        for entry in left:
-            print(f"left alone: {entry.path.name} ({entry.state}){options.get(entry.state, '')}")
+        for entry in staying:
+            if entry.state != "whole":
+                print(f"left alone: {entry.path.name} ({entry.state}){options.get(entry.state, '')}")
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,8 +198,6 @@ class OneCheckpoint:
     """A checkpoint's directory; or a run's, for its newest whole checkpoint."""
     step: Count = None
     """With a run's directory: the checkpoint of this step."""
-    as_json: Json = False
-    """Print JSON."""
 
     def find(self) -> Path:
         from dream_trainer.checkpoint.manifest import find_checkpoint
@@ -236,7 +220,7 @@ class ModelWeights(OneCheckpoint):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Show(OneCheckpoint):
+class Show(OneCheckpoint, Shows):
     """Show the contents of a checkpoint: counters, metrics, models, optimizers and config."""
 
     tensors: Flag = False
@@ -281,7 +265,7 @@ class Show(OneCheckpoint):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diff:
+class Diff(Shows):
     """Compare two checkpoints: counters, metrics, config, and tensors' names, shapes, dtypes and values."""
 
     a: Annotated[Positional[Path], arg(metavar="A")]
@@ -290,8 +274,6 @@ class Diff:
     """The other one."""
     values: bool = True
     """Read the tensors and compare their values, one at a time."""
-    as_json: Json = False
-    """Print JSON, with every tensor that differs."""
 
     def run(self) -> int:
         from dream_trainer.checkpoint.manifest import find_checkpoint
@@ -350,13 +332,8 @@ class Export(ModelWeights):
             base=self.base,
             overwrite=self.overwrite,
         )
-        sizes = {path: path.stat().st_size for path in written}
-        if self.as_json:
-            files = [{"path": path, "size": size} for path, size in sizes.items()]
-            print_json({"checkpoint": checkpoint, "files": files})
-        else:
-            rows = [[str(path), format_bytes(size)] for path, size in sizes.items()]
-            print_table(f"exported {checkpoint}", ["file", "size"], rows)
+        rows = [[str(path), format_bytes(path.stat().st_size)] for path in written]
+        print_table(f"exported {checkpoint}", ["file", "size"], rows)
         return 0
 
 
@@ -384,10 +361,7 @@ class Push(ModelWeights):
             base_model=self.base_model,
             private=not self.public,
         )
-        if self.as_json:
-            print_json({"checkpoint": checkpoint, "repo": self.repo, "commit": address})
-        else:
-            print(f"pushed {checkpoint} to {address}")
+        print(f"pushed {checkpoint} to {address}")
         return 0
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
+
+from dream_trainer.screen import show
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +36,6 @@ class Data:
 
     def run(self) -> int:
         import numpy as np
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         from dream_trainer.checks import check_integer
         from dream_trainer.data.sources.token_file import TokenFile
@@ -42,15 +43,13 @@ class Data:
 
         check_integer("workers", self.workers, minimum=1)
         tasks = plan_tasks(self.inputs, self.field, self.split)
-        counts = TextColumn("shards, {task.fields[tokens]:,} tokens")
-        columns = (TextColumn("tokenize"), BarColumn(), MofNCompleteColumn(), counts, TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True)) as progress:
-            bar = progress.add_task("", total=len(tasks), tokens=0)
+        made: list[int] = []
 
-            def done(more: int) -> None:
-                progress.update(bar, advance=1, tokens=progress.tasks[0].fields["tokens"] + more)
+        def done(tokens: int) -> None:
+            made.append(tokens)
+            show(f"{len(made)} of {len(tasks)} shards, {sum(made):,} tokens", sys.stderr)
 
-            tokenize(tasks, self.output, self.tokenizer, end=self.end, workers=self.workers, done=done)
+        tokenize(tasks, self.output, self.tokenizer, end=self.end, workers=self.workers, done=done)
         tokens = TokenFile(self.output)
         print(
             f"{self.output}: {len(tokens):,} documents, {tokens.num_tokens:,} tokens; tokens of a document: mean "

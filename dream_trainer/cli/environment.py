@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from dream_trainer.cli.output import Json, print_json
+from dream_trainer.cli.output import Shows, print_json
 from dream_trainer.screen import print_table
 
 # Only these are shown, so that no key or password is.
@@ -27,11 +27,8 @@ _PACKAGES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Environment:
+class Environment(Shows):
     """Print versions, devices and settings of this machine, for a bug report."""
-
-    as_json: Json = False
-    """Print JSON."""
 
     def run(self) -> int:
         import torch

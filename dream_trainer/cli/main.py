@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from dream_trainer.checks import spell
@@ -16,7 +15,7 @@ from dream_trainer.cli.data import Data
 from dream_trainer.cli.environment import Environment
 from dream_trainer.cli.new import New
 from dream_trainer.cli.plot import Plot
-from dream_trainer.cli.runs import RUN_VERBS, RunConfig, Runs
+from dream_trainer.cli.runs import RunConfig, Runs, RunShow
 from dream_trainer.cli.trainers import CheckTrainer, DescribeTrainer, PlanTrainer
 from dream_trainer.errors import ConfigError, DreamTrainerError
 
@@ -65,10 +64,8 @@ def _parse(words: list[str]) -> tuple[Any, list[str]]:
         own, kind = words[1:at], GROUPS[words[0]]
         found = tyro.cli(kind, prog=f"dream-trainer {words[0]}", args=own, config=how, return_unknown_args=True)
         return found[0], [*found[1], *words[at + 1 :]]
-    if words[:1] == ["runs"] and RUN_VERBS.keys() & words[1:2]:  # without a verb it lists
-        return tyro.cli(RUN_VERBS[words[1]], prog=f"dream-trainer runs {words[1]}", args=words[2:], config=how), []
-    if words[:1] == ["runs"] and words[1:] and not words[1].startswith("-") and not Path(words[1]).is_dir():
-        raise ConfigError(f"{words[1]} is not a directory, and no verb of runs. Use {spell(RUN_VERBS)}.")
+    if words[:2] == ["runs", "show"]:  # without a verb it lists
+        return tyro.cli(RunShow, prog="dream-trainer runs show", args=words[2:], config=how), []
     command = tyro.extras.subcommand_cli_from_dict(
         GROUPS,
         prog="dream-trainer",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from numbers import Real
 from typing import Annotated, Any
 
@@ -14,9 +15,16 @@ from dream_trainer.loggers.formatting import format_duration, format_number
 
 # Help texts leave out the defaults None and False.
 Flag = Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")]
-Json = Annotated[FlagCreatePairsOff[bool], arg(name="json", help_behavior_hint="")]
 Count = Annotated[int | None, arg(metavar="N", help_behavior_hint="")]
 Name = Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shows:
+    """A command that shows something."""
+
+    as_json: Annotated[FlagCreatePairsOff[bool], arg(name="json", help_behavior_hint="")] = False
+    """Print JSON, with everything."""
 
 
 def print_json(value: Any) -> None:

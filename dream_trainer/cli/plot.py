@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ class Curve(NamedTuple):
 
 
 def runs_of(paths: Sequence[Path]) -> dict[str, list[dict[str, float]]]:
-    """The records of the runs at and below some paths, by the last parts of their directories that tell them apart."""
+    """The records of the runs at and below some paths, by their places in the directory that holds all."""
     from dream_trainer.trainer.run_record import LOG_NAME, run_directories
 
     files: list[Path] = []
@@ -81,11 +82,8 @@ def runs_of(paths: Sequence[Path]) -> dict[str, list[dict[str, float]]]:
         files += logs or [path / LOG_NAME if path.is_dir() else path]
     full = [file.resolve().parent if file.name == LOG_NAME else file.resolve() for file in files]
     refuse(len(set(full)) < len(full), "one run is given twice. Give each once.")
-    count, names = 1, [path.name for path in full]
-    while len(set(names)) < len(names):  # ends, as the whole paths differ
-        count += 1
-        names = ["/".join(path.parts[-count:]) for path in full]
-    return {name: read_log(file) for name, file in zip(names, files, strict=True)}
+    root = os.path.commonpath([path.parent for path in full])
+    return {str(path.relative_to(root)): read_log(file) for path, file in zip(full, files, strict=True)}
 
 
 def read_log(file: Path) -> list[dict[str, float]]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,7 +14,7 @@ from tyro.conf import Positional, arg, subcommand
 
 from dream_trainer.best_value import mode_by_name
 from dream_trainer.checks import nearest
-from dream_trainer.cli.output import Json, Name, age_cell, number_cell, print_json, value_cell
+from dream_trainer.cli.output import Name, Shows, age_cell, number_cell, print_json, value_cell
 from dream_trainer.errors import ConfigError
 from dream_trainer.loggers.formatting import format_duration
 from dream_trainer.screen import print_table
@@ -27,13 +26,11 @@ if TYPE_CHECKING:
 _SHOWN_FIELDS = 5
 _NOT_COMPARED = ("project", "group", "experiment", "runs_dir", "checkpoint_parameters.resume")  # of no effect
 _PARENT = "began from"
-_NUMBER = re.compile(r"[-+]?\d[\d.]*(e[-+]?\d+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Runs:
-    """List runs: steps, best metric, state or why it ended, and how their configs differ. Also `runs show RUN` and
-    `runs diff RUN RUN`."""
+class Runs(Shows):
+    """List runs: steps, best metric, state or why it ended, and how their configs differ. Also `runs show RUN`."""
 
     directory: Annotated[Positional[Path | None], arg(metavar="DIR", help_behavior_hint="")] = None
     """Directory of runs, or a project or group in it. Default: DREAM_TRAINER_RUNS in the environment, or runs."""
@@ -42,11 +39,6 @@ class Runs:
     whose best the run keeps."""
     sort: Literal["name", "state", "step", "best", "took", "seen", "started"] = "started"
     """Order; "best" puts the best first, the others the largest or latest last."""
-    columns: Annotated[str, arg(metavar="A,B,...", help_behavior_hint="")] = ""
-    """Show these instead of the differences: fields of the configs, such as learning_rate or
-    training_parameters.n_epochs, and last values of metrics, such as val/loss."""
-    as_json: Json = False
-    """Print JSON, with each run's whole record and config."""
 
     def run(self) -> int:
         from dream_trainer.config.trainer_config import runs_directory
@@ -65,7 +57,7 @@ class Runs:
         elif not runs:
             print(f"{root} has no runs yet.")
         else:
-            self._print(root, runs)
+            _print_runs(root, runs)
         return 0
 
     def _mode(self, runs: Sequence[ListedRun]) -> str | None:
@@ -84,24 +76,21 @@ class Runs:
             )
         return mode
 
-    def _print(self, root: Path, runs: Sequence[ListedRun]) -> None:
-        cells = [_cells(run, with_branch=bool(self.columns or run.record.parent)) for run in runs]
-        header = [column.strip() for column in self.columns.split(",") if column.strip()]
-        names, hidden, differ = [_full(column, cells) for column in header], [], differing(runs)
-        if not names:
-            names, hidden, header = differ[:_SHOWN_FIELDS], differ[_SHOWN_FIELDS:], _ends(differ)[:_SHOWN_FIELDS]
-        if any(_PARENT in values for values in cells):
-            names, header = [_PARENT, *names], [_PARENT, *header]
-        more = [[values.get(name, "-") for name in names] for values in cells]
-        rows = [[*_row(run), *columns] for run, columns in zip(runs, more, strict=True)]
-        print_table(str(root), ["run", "state", "step", "best", "took", "seen", *header], rows)
-        if hidden:
-            print(f"also different, for --columns: {', '.join(hidden)}")
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
-        for run in runs:
-            if run.record.why and run.state != "running":
-                line = f"{run.name}: {run.state} at step {run.record.step}: {run.record.why}"
-                print(line if len(line) <= width else f"{line[: width - 3]}...")
+
+def _print_runs(root: Path, runs: Sequence[ListedRun]) -> None:
+    names = differing(runs)
+    hidden, names, header = names[_SHOWN_FIELDS:], names[:_SHOWN_FIELDS], _ends(names)[:_SHOWN_FIELDS]
+    if any(run.record.parent for run in runs):
+        names, header = [_PARENT, *names], [_PARENT, *header]
+    rows = [[*_row(run), *(_cells(run).get(name, "-") for name in names)] for run in runs]
+    print_table(str(root), ["run", "state", "step", "best", "took", "seen", *header], rows)
+    if hidden:
+        print(f"also different: {', '.join(hidden)}")
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
+    for run in runs:
+        if run.record.why and run.state != "running":
+            line = f"{run.name}: {run.state} at step {run.record.step}: {run.record.why}"
+            print(line if len(line) <= width else f"{line[: width - 3]}...")
 
 
 def _order(run: ListedRun, sort: str) -> tuple[Any, ...]:
@@ -121,45 +110,34 @@ def _row(run: ListedRun) -> list[str]:
     return [run.name, run.state, str(record.step), at, took, f"{age_cell(record.seen)} ago" if record.seen else "-"]
 
 
-def _cells(run: ListedRun, *, with_branch: bool) -> dict[str, str]:
-    """Texts for columns: what a branch began from, the config's fields, and the last values of metrics."""
+def _cells(run: ListedRun) -> dict[str, str]:
+    """Texts for columns: the config's fields, and of a branch what it began from and the words it began with."""
     from dream_trainer.trainer.run_record import BRANCH, config_fields
 
     parent = run.record.parent
     values = config_fields(run.config, run.record)
-    cells = {name: value_cell(value) for name, value in values.items() if with_branch or not name.startswith(BRANCH)}
+    cells = {name: value_cell(value) for name, value in values.items() if parent or not name.startswith(BRANCH)}
     if parent:
         begun = parent.get("run") or Path(parent["checkpoint"]).parent.parent.name
         cells[_PARENT] = f"{begun} at {parent['step']}"
-    return {name: number_cell(last["value"]) for name, last in run.last.items()} | cells
-
-
-def _sections() -> set[str]:
-    from dream_trainer.config.dream_trainer_config import DreamTrainerConfig
-
-    return {field.name for field in fields(DreamTrainerConfig)}
+    return cells
 
 
 def differing(runs: Sequence[ListedRun]) -> list[str]:
-    """The fields that differ between the configs of the runs: the script's own first, then numbers of training."""
+    """The fields that differ between the configs of the runs: the script's own first, then those of training."""
+    from dream_trainer.config.dream_trainer_config import DreamTrainerConfig
     from dream_trainer.trainer.run_record import BRANCH, config_fields
 
     known = [config_fields(run.config, run.record) for run in runs if run.config]
-    found: dict[str, set[str]] = {}
-    for name in dict.fromkeys(name for values in known for name in values):
-        texts = {value_cell(values[name]) if name in values else "-" for values in known}
-        if len(texts) > 1 and name not in _NOT_COMPARED:
-            found[name] = texts
-    framework = _sections()
+    names = [name for name in dict.fromkeys(name for values in known for name in values) if name not in _NOT_COMPARED]
+    framework = {field.name for field in fields(DreamTrainerConfig)} - {"training_parameters"}
 
-    def rank(name: str) -> tuple[bool, bool, bool, bool]:
+    def rank(name: str) -> tuple[bool, bool, bool]:
         section = name.partition(".")[0]
-        is_number = any(map(_NUMBER.fullmatch, found[name]))
-        is_own = section not in {*framework, "given_objects"}  # the latter of a trainer without a class
-        is_main = is_own or section in ("training_parameters", "given_objects")
-        return name.startswith(BRANCH), not is_own, not (is_main and is_number), not is_number
+        return name.startswith(BRANCH), section in framework, section == "training_parameters"
 
-    return sorted(found, key=rank)
+    differ = [name for name in names if len({value_cell(values.get(name, "-")) for values in known}) > 1]
+    return sorted(differ, key=rank)
 
 
 def _ends(names: Sequence[str]) -> list[str]:
@@ -169,37 +147,22 @@ def _ends(names: Sequence[str]) -> list[str]:
     return [end if ends.count(end) == 1 else name for name, end in zip(names, ends, strict=True)]
 
 
-def _full(column: str, cells: Sequence[Mapping[str, str]]) -> str:
-    names = list(dict.fromkeys(name for values in cells for name in values))
-    ends = [name for name in names if name.endswith(f".{column}") and ("branch." in column or ".branch." not in name)]
-    found = [column] if column in names else ends
-    if len(found) > 1:  # a field of the script's own counts before others
-        found = [name for name in found if name.partition(".")[0] not in _sections()] or found
-    if len(found) > 1:
-        raise ConfigError(f"--columns {column}: there are {', '.join(found)}. Use a whole name.")
-    if not found:
-        near = [name for name in names if column in name][:3] or [*filter(None, [nearest(column, names)])]
-        advice = f"Did you mean {', '.join(near)}?" if near else "See `config show RUN`."
-        raise ConfigError(f"--columns {column}: no run has such a field or metric. {advice}")
-    return found[0]
-
-
 # -- `dream-trainer runs show`: one run.
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunShow:
+class RunShow(Shows):
     """Show one run: how far it is, why it ended, its best and last values, and how it was started."""
 
     run_path: Annotated[Positional[Path], arg(metavar="RUN")]
     """A run's directory."""
-    as_json: Json = False
-    """Print JSON: the run's whole record and config."""
 
     def run(self) -> int:
-        from dream_trainer.trainer.run_record import PARTS, read_run, receipt
+        from dream_trainer.trainer.run_record import PARTS, read_run, receipt, run_directories
 
-        path = _run_directory(self.run_path)
+        path = self.run_path
+        if run_directories(path) != [path]:
+            raise ConfigError(f"{path} is no run's directory. `dream-trainer runs` lists the runs.")
         run = read_run(path, path)
         if self.as_json:
             print_json({**vars(run), "record": asdict(run.record)})
@@ -233,25 +196,15 @@ class RunShow:
         return 0
 
 
-def _run_directory(path: Path) -> Path:
-    from dream_trainer.trainer.run_record import run_directories
-
-    if run_directories(path) != [path]:
-        raise ConfigError(f"{path} is no run's directory. `dream-trainer runs` lists the runs.")
-    return path
-
-
 # -- `dream-trainer config`: the config of a run, and the differences between two.
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConfigShow:
+class ConfigShow(Shows):
     """Show a run's config, one line a field."""
 
     run_path: Annotated[Positional[Path], arg(metavar="RUN")]
     """A run's directory, a checkpoint's, or a .yaml, .toml or .json file."""
-    as_json: Json = False
-    """Print the config as JSON."""
 
     def run(self) -> int:
         config, fields = _config_and_fields(self.run_path)
@@ -263,15 +216,13 @@ class ConfigShow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConfigDiff:
+class ConfigDiff(Shows):
     """Show the fields that differ between the configs of two runs or files. The exit code is 1 if any differ."""
 
     a: Annotated[Positional[Path], arg(metavar="RUN")]
     """A run's directory, a checkpoint's, or a .yaml, .toml or .json file."""
     b: Annotated[Positional[Path], arg(metavar="RUN")]
     """The other one."""
-    as_json: Json = False
-    """Print JSON: each field with both values."""
 
     def run(self) -> int:
         from dream_trainer.config.config_files import is_saved
@@ -299,10 +250,6 @@ class RunConfig:
 
     def run(self) -> int:
         return self.command.run()
-
-
-# The words after `runs`; any other one is the directory to list.
-RUN_VERBS: dict[str, Callable[..., Any]] = {"ls": Runs, "show": RunShow, "diff": ConfigDiff}
 
 
 def _config_and_fields(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

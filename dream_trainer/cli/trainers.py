@@ -4,79 +4,74 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
+from dream_trainer.cli.output import Shows
 from dream_trainer.errors import ConfigError
 from dream_trainer.screen import show
 from dream_trainer.testing.program import Program
 
 
 @dataclass(frozen=True, kw_only=True)
-class DescribeTrainer:
-    """Print a trainer's setup order with its reasons, and the listeners of each event. Nothing is built or trained."""
-
-    target: Annotated[Positional[str], arg(metavar="PROGRAM:TRAINER")]
-    """A Python file or a module, and a trainer class in it; or a function in it that returns a trainer."""
-    config: Annotated[str, arg(metavar="FUNCTION")] = "default_config"
-    """The function there, without arguments, that returns the config of a trainer class."""
-
-    def run(self) -> int:
-        print(self._trainer().describe())
-        return 0
-
-    def _trainer(self) -> Any:
-        path, _, name = self.target.rpartition(":")
-        if not path or not name:
-            raise ConfigError(f"{self.target!r} names no trainer. Use PROGRAM:TRAINER, such as train.py:Trainer.")
-        trainer = Program(path=path, name=name, config=self.config).make()
-        if trainer is None:
-            raise ConfigError(
-                f"{path} has no function {self.config!r} that returns the config of {name}. Write one, or "
-                "choose another with --config; or give a function that returns a trainer."
-            )
-        return trainer
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckTrainer:
-    """Run a trainer in fresh processes on 1, 2 and 4 CPU ranks, and report whether it is deterministic, and the same on
-    ranks, after a resume and after a kill. Other flags after the program, and all after --, change its config, such as
-    --training.max-steps 8."""
+class OfProgram:
+    """The arguments of commands on a program's trainer."""
 
     target: Annotated[Positional[str], arg(metavar="PROGRAM[:NAME]")]
     """A Python file or a module; and a trainer class in it, or a function that returns a trainer. Without a name: the
     first trainer that the program fits."""
+    function: str = "default_config"
+    """The function there, without arguments, that returns the config of a trainer class."""
+
+    def program(self, *overrides: str) -> Program:
+        return replace(Program.of(self.target), config=self.function, arguments=overrides)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DescribeTrainer(OfProgram):
+    """Print a trainer's setup order with its reasons, and the listeners of each event. Nothing is built or trained, so
+    NAME has to be given."""
+
+    def run(self) -> int:
+        program = self.program()
+        if not program.name:
+            raise ConfigError(f"{self.target!r} names no trainer. Use PROGRAM:NAME, such as train.py:Trainer.")
+        if (trainer := program.make()) is None:
+            raise ConfigError(
+                f"{program.path} has no function {self.function!r} that returns the config of {program.name}. Write "
+                "one, or choose another with --function; or give a function that returns a trainer."
+            )
+        print(trainer.describe())
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckTrainer(OfProgram, Shows):
+    """Run a trainer in fresh processes on 1, 2 and 4 CPU ranks, and report whether it is deterministic, and the same on
+    ranks, after a resume and after a kill. Other flags after the program, and all after --, change its config, such as
+    --training.max-steps 8."""
+
     quick: bool = False
     """Whether to leave out slower checks: four ranks, more places to stop at, SIGTERM, workers."""
     only: Literal["deterministic", "parity", "resume", "kill", "order", "validation", "schedules", "cost"] | None = None
     """The check to run; None runs all."""
-    function: str = "default_config"
-    """The function there, without arguments, that returns the config of a trainer class."""
-    json: bool = False
-    """Whether to print JSON."""
 
     def run(self, *overrides: str) -> int:
         from dream_trainer.testing.findings import CHECKS
         from dream_trainer.testing.suite import report
 
-        path, _, name = self.target.rpartition(":")
-        program = Program(path=path or name, name=name if path else "", config=self.function, arguments=overrides)
         checks = CHECKS if self.only is None else (self.only,)
-        return report(program, checks, quick=self.quick, as_json=self.json)
+        return report(self.program(*overrides), checks, quick=self.quick, as_json=self.as_json)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanTrainer:
+class PlanTrainer(OfProgram, Shows):
     """Print what a rank of many would hold and send in a step, planned on one CPU: memory by kind and module, and each
     collective. Other flags after the program, and all after --, change its config, such as
     --device.tensor-parallel 2."""
 
-    target: Annotated[Positional[str], arg(metavar="PROGRAM[:NAME]")]
-    """A Python file or a module; and a trainer class in it, or a function that returns a trainer. Without a name: the
-    first trainer that the program fits."""
     world: int
     """Number of ranks, up to 4096."""
     rank: int | None = None
@@ -90,19 +85,13 @@ class PlanTrainer:
     rates: Annotated[tuple[float, float, float], arg(metavar="TFLOPS HOST_GB NETWORK_GB")] = (400.0, 300.0, 40.0)
     """What a search counts with: 10^12 operations a second of a device, as training reaches them, and 10^9 bytes a
     second that a rank sends to ranks of its host, and of other hosts."""
-    function: str = "default_config"
-    """The function there, without arguments, that returns the config of a trainer class."""
-    json: bool = False
-    """Whether to print JSON."""
 
     def run(self, *overrides: str) -> int:
         from dream_trainer.planning.planner import make_plan, memory_of
         from dream_trainer.planning.report import markdown
 
-        path, _, name = self.target.rpartition(":")
-        program = Program(path=path or name, name=name if path else "", config=self.function, arguments=overrides)
         found = make_plan(
-            program,
+            self.program(*overrides),
             self.world,
             rank=self.rank,
             ranks_per_host=self.ranks_per_host,
@@ -110,7 +99,7 @@ class PlanTrainer:
             memory=None if self.gpu_memory is None else memory_of(self.gpu_memory),
             tell=_tell,
         )
-        show(json.dumps(asdict(found), indent=2) if self.json else markdown(found))
+        show(json.dumps(asdict(found), indent=2) if self.as_json else markdown(found))
         return int(found.fits is False)
 
 

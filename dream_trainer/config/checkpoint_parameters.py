@@ -190,4 +190,3 @@ class CheckpointConfigMixin:
     """Config of CheckpointMixin."""
 
     checkpoint_parameters: CheckpointParameters = field(default_factory=CheckpointParameters)
-    """When to save, and which checkpoints to keep and resume."""

@@ -12,7 +12,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from dream_trainer.checks import all_of, did_you_mean, refuse
 from dream_trainer.config.parameter_class import members, with_new_names
@@ -31,11 +31,6 @@ _OF_ITS_START = ("resume", "branch")
 logger = logging.getLogger(__name__)
 
 
-class _Set(NamedTuple):
-    value: Any
-    file: Path  # which sets it
-
-
 def load_config(config: T | type[T], *files: str | Path, **given: Any) -> T:
     """Builds a config from files, merged in order: each lists changes, and later files win.
 
@@ -51,12 +46,7 @@ def load_config(config: T | type[T], *files: str | Path, **given: Any) -> T:
         ConfigError: A file is missing or cannot be read, a key is unknown (with its place and the nearest name) or
             occurs twice, or a value is invalid; with the file.
     """
-    changes: dict[str, _Set] = {}
-    for path in map(Path, files):
-        file, of_file = _read_changes(path)
-        _collect(changes, of_file, config, file)
-    changes = {name: change for name, change in changes.items() if name.partition(".")[0] not in given}
-    return cast(T, _changed(config, changes, given))
+    return cast(T, _changed(config, [_read_changes(Path(path)) for path in files], given))
 
 
 def required_fields(cls: Any) -> list[str]:
@@ -84,10 +74,10 @@ def value_of(start: Any, field: Field[Any]) -> Any:
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
-def field_types(cls: type, *, with_limits: bool = False) -> dict[str, Any]:
-    """The types of a dataclass's fields by name, with no annotation left as text; `with_limits`, as `Annotated` too."""
+def field_types(cls: type) -> dict[str, Any]:
+    """The types of a dataclass's fields by name, with no annotation left as text."""
     try:
-        return get_type_hints(cls, include_extras=with_limits)
+        return get_type_hints(cls)
     except NameError as error:
         raise ConfigError(
             f"the types of {cls.__name__}'s fields cannot be found: {error}. Define {cls.__name__} and the types it "
@@ -97,14 +87,13 @@ def field_types(cls: type, *, with_limits: bool = False) -> dict[str, Any]:
 
 def _read_changes(path: Path) -> tuple[Path, dict[str, Any]]:
     """The file that `path` means, and the fields that it sets; of a saved config, without those of that run."""
-    file = _config_file(path)
+    file = path / SAVED_NAME if path.is_dir() else path
     found = read_plain(file)
     if found is None:
         return file, {}
     if not isinstance(found, dict):
         raise ConfigError(f"{file} holds a {type(found).__name__}. Write fields and their values.")
-    in_its_place = path.is_dir() or (file.name == SAVED_NAME and (file.parent / RECORD_NAME).exists())
-    if not in_its_place and not is_saved(found):
+    if not is_saved(found):
         return file, found
     left_out = [name for name in _OF_THAT_RUN if name in found]
     kept = {name: value for name, value in found.items() if name not in _OF_THAT_RUN}
@@ -115,82 +104,69 @@ def _read_changes(path: Path) -> tuple[Path, dict[str, Any]]:
     return file, kept
 
 
-def _config_file(path: Path) -> Path:
-    """The file that a path means: itself, or of a run's directory its `config.json`."""
-    if not path.is_dir():
-        return path
-    if (path / SAVED_NAME).exists():
-        return path / SAVED_NAME
-    raise ConfigError(f"{path} has no {SAVED_NAME}. Give a run's directory, or a file.")
-
-
 def field_meant(cls: Any, word: str) -> str:
     """The field that a file or flag names: `training` is `training_parameters`, unless there is a `training` too."""
     names = {f.name for f in fields(cls)}
     return f"{word}_parameters" if word not in names and f"{word}_parameters" in names else word
 
 
-def _collect(into: dict[str, _Set], changes: Mapping[str, Any], start: Any, file: Path, place: str = "") -> None:
-    """Adds what a file sets by dotted names, field by field; names of sections that it changes end in a dot."""
+def _changed(
+    start: Any, changes: Sequence[tuple[Path, Mapping[str, Any]]], given: Mapping[str, Any], at: str = ""
+) -> Any:
+    """A dataclass with what each file sets in it, and `given`, which is not plain; all else is as in `start`."""
     cls = class_of(start)
     known = {f.name: f for f in fields(cls) if f.init}
-    for word, value in with_new_names(cls, changes).items():
-        key = field_meant(cls, word)
-        dotted = f"{place}{key}"
-        refuse(key == "callbacks" and not place, f"{file} sets callbacks, which are code. Set them in the script.")
-        if key not in known:
-            advice = did_you_mean(str(key), known, place=place)
-            section, _, rest = str(key).partition(".")
-            if rest and section in known:
-                advice = f"A dot does not nest: write {rest} under {place}{section}, as in {section}: {{{rest}: ...}}."
-            raise ConfigError(f"{file} sets {dotted}, and {cls.__name__} has no field {key}. {advice}")
-        nested = section_of(start, known[key])
-        others = {part for part in members(field_types(cls)[key]) if not is_dataclass(part)}
-        if nested is not None and isinstance(value, Mapping):
-            into.pop(dotted, None)
-            into[f"{dotted}."] = _Set(value, file)
-            _collect(into, value, nested, file, f"{dotted}.")
-        elif nested is None or value is None or others - {NoneType}:
-            if nested is None or value is not None or NoneType in others:  # otherwise a section with nothing under it
-                for name in [name for name in into if name.startswith(f"{dotted}.")]:
-                    del into[name]
-                into[dotted] = _Set(value, file)
-        else:
-            raise ConfigError(
-                f"{file} sets {dotted} to {value!r}, which is no {class_of(nested).__name__}. "
-                f"Write its fields under {dotted}."
-            )
-
-
-def _changed(start: Any, changes: Mapping[str, _Set], given: Mapping[str, Any], place: str = "") -> Any:
-    """A dataclass with `changes`, of files, and `given`, which are not plain; all else is as in `start`."""
-    cls = class_of(start)
-    asked: dict[str, Callable[[], Any]] = {}
-    for f in fields(cls):
-        dotted = f"{place}{f.name}"
-        if dotted in changes:
-            asked[f.name] = partial(_value, changes[dotted], field_types(cls)[f.name], dotted)
-        elif f"{dotted}." in changes:
-            asked[f.name] = partial(_changed, section_of(start, f), changes, {}, f"{dotted}.")
+    found: dict[str, list[tuple[Path, Any]]] = {}
+    for file, of_file in changes:
+        for word, value in with_new_names(cls, of_file).items():
+            key = field_meant(cls, word)
+            refuse(key == "callbacks" and not at, f"{file} sets callbacks, which are code. Set them in the script.")
+            if key not in known:
+                advice = did_you_mean(str(key), known, place=at)
+                section, _, rest = str(key).partition(".")
+                if rest and section in known:
+                    advice = f"A dot does not nest: write {rest} under {at}{section}, as in {section}: {{{rest}: ...}}."
+                raise ConfigError(f"{file} sets {at}{key}, and {cls.__name__} has no field {key}. {advice}")
+            found.setdefault(key, []).append((file, value))
+    asked = {
+        key: partial(_value, start, known[key], values, f"{at}{key}")
+        for key, values in found.items()
+        if key not in given
+    }
     values = {**given, **dict(zip(asked, all_of(asked.values()), strict=True))}
-    if start is cls and (missing := [f"{place}{name}" for name in required_fields(cls) if name not in values]):
+    if start is cls and (missing := [f"{at}{name}" for name in required_fields(cls) if name not in values]):
         raise ConfigError(f"no file sets {', '.join(missing)}, which {cls.__name__} has no default for.")
     try:
         return cls(**values) if start is cls else replace(start, **values)
     except Exception as error:  # ours and the user's validation
         problem = str(error) if isinstance(error, ConfigError) else f"the data does not fit {cls.__name__}: {error}"
-        leaves = [(name, str(change.file)) for name, change in changes.items() if name.startswith(place)]
-        named = [
-            file for name, file in leaves if re.search(rf"\b{re.escape(name.rpartition('.')[2] or '.')}\b", problem)
-        ]
-        files = dict.fromkeys(named or [file for _, file in leaves])
-        section = [place.removesuffix(".")] if place else []
-        raise ConfigError(": ".join([*files, *section, problem])) from error
+        files = dict.fromkeys(str(file) for file, _ in changes)
+        raise ConfigError(": ".join([*files, *filter(None, [at.removesuffix(".")]), problem])) from error
 
 
-def _value(change: _Set, annotation: Any, dotted: str) -> Any:
-    value, advice = change.value, f"It takes {inspect.formatannotation(annotation)}."
-    parts = members(annotation)
+def _value(start: Any, field: Field[Any], found: Sequence[tuple[Path, Any]], dotted: str) -> Any:
+    """A field's value after files: the last one's, or a section with what those after the last whole value change."""
+    nested, annotation = section_of(start, field), field_types(class_of(start))[field.name]
+    plain = {part for part in members(annotation) if not is_dataclass(part)}
+    changes: list[tuple[Path, Mapping[str, Any]]] = []
+    last: tuple[Path, Any] | None = None
+    for file, value in found:
+        if nested is not None and isinstance(value, Mapping):
+            last = None
+            changes.append((file, value))
+        elif nested is None or (NoneType in plain if value is None else plain - {NoneType}):
+            last = (file, value)
+            changes.clear()
+        elif value is not None:  # without anything it is a section with nothing under it
+            raise ConfigError(
+                f"{file} sets {dotted} to {value!r}, which is no {class_of(nested).__name__}. "
+                f"Write its fields under {dotted}."
+            )
+    return _changed(nested, changes, {}, f"{dotted}.") if last is None else _structured(*last, annotation, dotted)
+
+
+def _structured(file: Path, value: Any, annotation: Any, dotted: str) -> Any:
+    advice, parts = f"It takes {inspect.formatannotation(annotation)}.", members(annotation)
     choices = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
     is_text = isinstance(value, str) and str not in (*parts, *map(type, choices))
     if is_text and any(map(_is_sequence, parts)):  # it would be taken letter by letter
@@ -200,7 +176,7 @@ def _value(change: _Set, annotation: Any, dotted: str) -> Any:
             return structure(value, annotation, dotted)
         except ConfigError as error:
             advice += f" {error}"
-    raise ConfigError(f"{change.file} sets {dotted} to {value!r}. {advice}")
+    raise ConfigError(f"{file} sets {dotted} to {value!r}. {advice}")
 
 
 def class_of(start: Any) -> Any:

@@ -112,11 +112,8 @@ class LoggerParameters:
     strict: bool = False
     """Whether a failing logger ends the run. False reports it once and continues training."""
     wandb: WandbParameters = field(default_factory=WandbParameters)
-    """How Weights & Biases shows the run."""
     mlflow: MLflowParameters = field(default_factory=MLflowParameters)
-    """Where MLflow keeps the run, and how it shows it."""
     trackio: TrackioParameters = field(default_factory=TrackioParameters)
-    """How Trackio shows the run."""
 
     def __post_init__(self) -> None:
         for name in self.loggers:
@@ -132,4 +129,3 @@ class LoggerConfigMixin:
     """Config of LoggerMixin."""
 
     logger_parameters: LoggerParameters = field(default_factory=LoggerParameters)
-    """Loggers and their intervals."""

@@ -60,7 +60,6 @@ class FSDPConfigMixin:
     """Config of FSDPMixin."""
 
     fsdp_parameters: FSDPParameters = field(default_factory=FSDPParameters)
-    """How models are sharded."""
 
 
 @parameters
@@ -108,7 +107,6 @@ class PipelineParallelConfigMixin:
     """Config of PipelineParallelMixin."""
 
     pipeline_parallel_parameters: PipelineParallelParameters = field(default_factory=PipelineParallelParameters)
-    """Order of micro-batches in the stages of a model."""
 
 
 @parameters
@@ -127,7 +125,6 @@ class ContextParallelConfigMixin:
     """Config of ContextParallelMixin."""
 
     context_parallel_parameters: ContextParallelParameters = field(default_factory=ContextParallelParameters)
-    """How attention sees the whole sequence."""
 
 
 @parameters
@@ -147,7 +144,6 @@ class TensorParallelConfigMixin:
     """Config of TensorParallelMixin."""
 
     tensor_parallel_parameters: TensorParallelParameters = field(default_factory=TensorParallelParameters)
-    """Options of the tensor-parallel plan."""
 
 
 @parameters
@@ -175,7 +171,6 @@ class LocalSGDConfigMixin:
     """Config of LocalSGDMixin."""
 
     local_sgd_parameters: LocalSGDParameters = field(default_factory=LocalSGDParameters)
-    """How groups of ranks train independently, and how their models are combined."""
 
 
 @parameters
@@ -203,7 +198,6 @@ class Float8ConfigMixin:
     """Config of Float8Mixin."""
 
     float8_parameters: Float8Parameters = field(default_factory=Float8Parameters)
-    """Which linear layers compute in float8, and how."""
 
 
 @parameters
@@ -232,7 +226,6 @@ class ActivationCheckpointingConfigMixin:
     activation_checkpointing_parameters: ActivationCheckpointingParameters = field(
         default_factory=ActivationCheckpointingParameters
     )
-    """Which activations are kept."""
 
 
 @parameters
@@ -265,4 +258,3 @@ class CompileConfigMixin:
     """Config of CompileMixin."""
 
     compile_parameters: CompileParameters = field(default_factory=CompileParameters)
-    """How blocks are compiled."""

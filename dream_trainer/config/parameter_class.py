@@ -49,12 +49,13 @@ def parameters(cls: type[T]) -> type[T]:
 
     cls.__post_init__ = __post_init__  # type: ignore[attr-defined]
     made = dataclass(frozen=True, kw_only=True)(cls)
-    made.__new__ = _new  # type: ignore[method-assign]
     initialise = made.__init__
 
     @wraps(initialise)
     def __init__(self: T, **given: Any) -> None:
-        initialise(self, **with_new_names(made, given))
+        named = with_new_names(made, given)
+        refuse_unknown_fields(made, named)
+        initialise(self, **named)
 
     made.__init__ = __init__  # type: ignore[assignment, method-assign]
     made.__setattr__ = _refuse_to_change  # type: ignore[method-assign]
@@ -153,11 +154,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(part) for key, part in value.items()}
     return [_plain(part) for part in value] if isinstance(value, Sequence) else value
-
-
-def _new(cls: type[T], *args: Any, **fields: Any) -> T:
-    refuse_unknown_fields(cls, with_new_names(cls, fields))
-    return object.__new__(cls)
 
 
 def refuse_unknown_fields(cls: type, fields: Mapping[str, Any]) -> None:

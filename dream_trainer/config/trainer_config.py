@@ -69,9 +69,7 @@ class BaseTrainerConfig:
     experiment: DirectoryName
     """Third part of the run directory: this run. A start with the same name resumes it."""
     training_parameters: TrainingParameters = field(default_factory=TrainingParameters)
-    """Limits, batch sizes, clipping and the validation schedule."""
     device_parameters: DeviceParameters = field(default_factory=DeviceParameters)
-    """Device and parallelism; the default fits one process and any `torchrun`."""
     if TYPE_CHECKING:
         callbacks: _Callbacks = _Callbacks()
     else:
@@ -147,7 +145,9 @@ def check_config(config: Any) -> None:
         )
     for cls in type(config).__mro__:
         _check_class(cls)
-    _check_complete(config)
+    for f in fields(config):
+        if isinstance(f.default_factory, type) and is_dataclass(f.default_factory):
+            check_instance(f.name, getattr(config, f.name), f.default_factory)
     _check_base(config)
     config.validate()
 
@@ -176,18 +176,6 @@ def _check_class(cls: type) -> None:
             f"{cls.__name__}.{name} is assigned without a type, so the field keeps its old default. "
             f"Write `{name}: <its type> = {cls.__dict__[name]!r}`."
         )
-
-
-def _check_complete(config: BaseTrainerConfig) -> None:
-    """Raises unless every nested parameter class is present and of the right type."""
-    for f in fields(config):
-        refuse(
-            f.name not in vars(config),
-            f"{type(config).__name__} has no value for {f.name}. Let the dataclass write __init__; "
-            "use __post_init__ for what comes after it.",
-        )
-        if isinstance(f.default_factory, type) and is_dataclass(f.default_factory):
-            check_instance(f.name, vars(config)[f.name], f.default_factory)
 
 
 def _check_name(name: str, value: object, *, hint: str) -> None:

@@ -140,7 +140,6 @@ class EvalConfigMixin:
     """Config of EvalMixin."""
 
     eval_parameters: EvalParameters = field(default_factory=EvalParameters)
-    """Which results of validations to keep."""
 
 
 def micro_batch_size(parameters: TrainingParameters, dp_size: int) -> int:

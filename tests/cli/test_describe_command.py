@@ -60,10 +60,10 @@ def test_it_prints_the_setup(name: str, program: str, tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["described.py"], "Use PROGRAM:TRAINER"),
+        (["described.py"], "Use PROGRAM:NAME"),
         (["no_such_module:Trainer"], "'no_such_module' cannot be imported"),
         (["described.py:Trainr"], "described.py has ['Trainer']"),
-        (["described.py:Trainer", "--config", "other"], "described.py has no function 'other'"),
+        (["described.py:Trainer", "--function", "other"], "described.py has no function 'other'"),
     ],
 )
 def test_what_names_no_trainer_is_one_line(

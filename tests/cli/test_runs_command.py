@@ -79,11 +79,10 @@ def test_one_run_is_shown_with_its_end_and_values(capsys: pytest.CaptureFixture[
 
 @pytest.mark.usefixtures("runs")
 def test_two_runs_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(capsys, "runs", "ls", "--json") == said(capsys, "runs", "--json")
-    found = json.loads(said(capsys, "runs", "diff", "runs/p/a/one", "runs/p/a/two", "--json", code=1))
+    found = json.loads(said(capsys, "config", "diff", "runs/p/a/one", "runs/p/a/two", "--json", code=1))
     assert found == {"experiment": ["one", "two"], "optimizer.lr": [0.1, 0.2], "dropout": [None, 0.5]}
-    assert "optimizer.lr  0.1  0.2" in said(capsys, "runs", "diff", "runs/p/a/one", "runs/p/a/two", code=1)
-    assert "are the same" in said(capsys, "runs", "diff", "runs/p/a/one", "runs/p/a/one")
+    assert "optimizer.lr  0.1  0.2" in said(capsys, "config", "diff", "runs/p/a/one", "runs/p/a/two", code=1)
+    assert "are the same" in said(capsys, "config", "diff", "runs/p/a/one", "runs/p/a/one")
 
 
 @pytest.mark.usefixtures("runs")
@@ -102,7 +101,7 @@ def test_the_list_is_narrowed_and_ordered(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.usefixtures("runs")
-def test_a_scripts_own_fields_come_first_and_columns_choose(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_scripts_own_fields_come_first(capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(2):
         framework = {"training_parameters": dict.fromkeys("abcdef", number), "hidden": number, "width": [number]}
         make_run(f"d/{number}", lr=0.1, record=RunRecord(metrics={"val/loss": number}), root="own", **framework)
@@ -110,13 +109,6 @@ def test_a_scripts_own_fields_come_first_and_columns_choose(capsys: pytest.Captu
     assert header.split()[-5:] == ["hidden", "width", "a", "b", "c"]
     assert first.split()[-5:] == ["0", "[0]", "0", "0", "0"]
     assert hidden.endswith(": training_parameters.d, training_parameters.e, training_parameters.f")
-    lines = said(capsys, "runs", "own", "--columns", "hidden,training_parameters.b,lr,val/loss").splitlines()
-    assert lines[1].split()[-4:] == ["hidden", "training_parameters.b", "lr", "val/loss"]
-    assert [line.split()[-4:] for line in lines[2:]] == [["0", "0", "0.1", "0"], ["1", "1", "0.1", "1"]]
-    assert "Did you mean hidden" in said(capsys, "runs", "own", "--columns", "hiden", code=2)
-    make_run("d/2", lr=0.1, record=RunRecord(), root="own", other={"hidden": 1, "b": 1}, more={"b": 1})
-    wrong = said(capsys, "runs", "own", "--columns", "b", code=2)
-    assert "--columns b: there are other.b, more.b. Use a whole name." in wrong
 
 
 @pytest.mark.usefixtures("runs")
@@ -133,20 +125,16 @@ def test_the_environment_places_runs(capsys: pytest.CaptureFixture[str], monkeyp
 def test_a_config_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "optimizer.lr  0.1\n" in said(capsys, "config", "show", "runs/p/a/one")
     assert json.loads(said(capsys, "config", "show", "runs/p/a/one/config.json", "--json"))["seed"] == 1
-    both = ("runs/p/a/one", "runs/p/a/two")
-    assert said(capsys, "config", "diff", *both, code=1) == said(capsys, "runs", "diff", *both, code=1)
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         ("config show runs/p/none", "runs/p/none does not exist. Give a run's directory"),
-        ("runs diff runs/p/none runs/p/a/one", "runs/p/none does not exist. Give a run's directory"),
-        ("runs diff bad.json bad.json", "bad.json is not valid"),
-        ("runs diff list.json bad.json", "holds no config"),
+        ("config diff runs/p/none runs/p/a/one", "runs/p/none does not exist. Give a run's directory"),
+        ("config diff bad.json bad.json", "bad.json is not valid"),
+        ("config diff list.json bad.json", "holds no config"),
         ("runs absent", "absent is not a directory"),
-        ("runs remove runs/p/a/one", "remove is not a directory, and no verb of runs. Use ls, show or diff"),
-        ("runs --columns droput", "no run has such a field or metric. Did you mean dropout"),
         ("runs --metric val/lss", "no run has it. Did you mean val/loss? There are val/loss."),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 
 import dream_trainer as dt
 from dream_trainer.config import BaseTrainerConfig, TrainingParameters
-from dream_trainer.config.command_line import OF_MOST_RUNS, parse
+from dream_trainer.config.command_line import parse
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback
 
@@ -96,11 +96,10 @@ def test_sizes_flags_durations_and_none_have_a_text_form() -> None:
         (["--training-parameters.n_epochs", "--seed", "3"], "for argument '--training-parameters.n-epochs'"),
         (["--learning-rate"], "for argument '--learning-rate'. Expected 1"),
         (["--project", "a/b"], "project='a/b'"),
-        (["--callbacks", "x"], "there is no flag --callbacks. --help-all shows every one."),
-        (["--training-parameters.q", "3"], "there is no flag --training.q. --help-all shows every one."),
-        (["--foo.bar", "3"], "there is no flag --foo.bar. --help-all shows every one."),
-        (["extra"], "'extra' belongs to no flag. Write --FIELD VALUE; for a boolean --FIELD or --no-FIELD, and in a "),
-        (["--training-parameters.fast-dev-run", "true"], "section --SECTION.FIELD or --SECTION.no-FIELD."),
+        (["--callbacks", "x"], "Unrecognized options: --callbacks, x"),
+        (["--foo.bar", "3"], "Unrecognized options: --foo.bar, 3"),
+        (["extra"], "Unrecognized options: extra"),
+        (["--training-parameters.fast-dev-run", "true"], "Unrecognized options: true"),
     ],
 )
 def test_a_wrong_argument_is_code_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,14 +110,11 @@ def test_a_wrong_argument_is_code_2(arguments: list[str], message: str, capsys: 
 
 
 MEANT = {
-    "--training.n-epoch 3": "--training.n-epochs",
-    "--training-parameters.n-epoch 3": "--training.n-epochs",
-    "--batch-size 3": "--training.train-batch-size",
-    "--lr 3": "--learning-rate",
-    "--training.no-fast-dev-runs": "--training.no-fast-dev-run",
-    "--no-training.fast-dev-run": "--training.no-fast-dev-run",
-    "--no-training-parameters.fast-dev-run": "--training.no-fast-dev-run",
-    "--no-training.max-steps": "--training.max-steps",
+    "--training.n-epoch 3": "--training-parameters.n-epochs",
+    "--training-parameters.n-epoch 3": "--training-parameters.n-epochs",
+    "--batch-size 3": "--training-parameters.train-batch-size",
+    "--learning-rte 3": "--learning-rate",
+    "--training.no-fast-dev-runs": "--training-parameters.no-fast-dev-run",
 }
 
 
@@ -129,8 +125,9 @@ def test_an_unknown_flag_is_answered_with_the_nearest(arguments: str, capsys: py
         with pytest.raises(SystemExit) as raised:
             parse(start, [*required, *arguments.split()])
         assert raised.value.code == 2
-        flag = arguments.split()[0].partition("=")[0].replace("_", "-").replace("-parameters.", ".")
-        assert capsys.readouterr().err == f"error: there is no flag {flag}. Did you mean {MEANT[arguments]}?\n"
+        said = capsys.readouterr().err
+        assert "Perhaps you meant:" in said
+        assert MEANT[arguments] in said
 
 
 @dataclass
@@ -143,8 +140,7 @@ def test_a_dict_that_has_keys_is_set_key_by_key(capsys: pytest.CaptureFixture[st
     assert parse(start, ["--extra-rates.k", "4"]).extra_rates == {"k": 4.0, "q": 2.0}
     with pytest.raises(SystemExit):
         parse(start, ["--extra_rates", "k", "4"])
-    said = "--extra-rates is a dict, and each of its keys has a flag. Write --extra-rates.KEY VALUE."
-    assert capsys.readouterr().err == f"error: {said}\n"
+    assert "--extra-rates.k" in capsys.readouterr().err
 
 
 def helped(flag: str, config: Any, capsys: pytest.CaptureFixture[str]) -> str:
@@ -154,38 +150,17 @@ def helped(flag: str, config: Any, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_help_all_shows_each_fields_own_line(capsys: pytest.CaptureFixture[str]) -> None:
-    text = " ".join(helped("--help-all", given(), capsys).replace("│", " ").split())
+def test_help_lists_every_flag_and_verbose_help_has_each_fields_own_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--help", "-h"):
+        text = " ".join(helped(flag, given(), capsys).replace("│", " ").split())
+        assert "--learning-rate FLOAT (default: 0.001)" in text
+        assert "--training-parameters.train-batch-size INT (default: 8)" in text
+        assert "Optimizer steps over the whole run." not in text
+        assert "--callbacks" not in text
+    text = " ".join(helped("--help-verbose", given(), capsys).replace("│", " ").split())
     assert "Peak learning rate." in text
     assert "Optimizer steps over the whole run. None sets no limit." in text
-    assert "(default: 8)" in text
-    assert "--callbacks" not in text
-
-
-@dataclass
-class WholeConfig(dt.DreamTrainerConfig):
-    optimizer: dt.OptimizerParameters = field(default_factory=dt.OptimizerParameters)
-    """How the weights are changed. More of this is in the pages."""
-    width: int = 3
-
-
-@pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help_is_short_and_begins_with_the_users_own_fields(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    names = {"project": "p", "group": "g", "experiment": "e"}
-    text = helped(flag, WholeConfig(**names, width=4), capsys)  # type: ignore[arg-type]
-    assert len(text.splitlines()) < 100
-    assert len(text) < 6000
-    words = " ".join(text.split())
-    assert "--optimizer.* How the weights are changed. Its fields: name, lr," in words
-    assert "--width [4]" in words
-    assert "--training.n-epochs Passes over the training data, also called" in words
-    assert words.endswith("--help-all: every field.")
-    for section, shown in OF_MOST_RUNS.items():
-        for name in shown:
-            word = f"--{section.removesuffix('_parameters')}.{name}".replace("_", "-")
-            assert word in text, f"{section} has no field {name}"
-    assert "[required]" in helped(flag, WholeConfig, capsys)
-    assert "--learning-rate" in helped(flag, given(), capsys)
+    assert "(required)" in helped("--help", LineConfig, capsys)
 
 
 @dataclass(frozen=True)
@@ -218,6 +193,11 @@ def test_a_flag_into_a_section_that_is_none_builds_it(of_class: bool) -> None:
     assert (config.optional, config.seed) == (Part(2, ("a", "b")), 3)
     assert parsed("--optional.size", "4", optional=Part(1, ("x",))).optional == Part(4, ("x",))
     assert parsed("--optional", "None", optional=Part()).optional is None
+
+
+@dataclass
+class WholeConfig(dt.DreamTrainerConfig):
+    width: int = 3
 
 
 class FromLine(dt.DreamTrainer):

@@ -1,6 +1,7 @@
 """`dream-trainer checkpoints` on a run in an object store."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def test_the_commands_read_a_run_in_a_store(url: str, capsys: pytest.CaptureFixt
     assert shown("verify", address)["whole"]
     steps = (f"{address}/checkpoints/step_00000002", f"{address}/checkpoints/step_00000004")
     assert shown("diff", *steps, code=1)["manifest"]["step"] == [2, 4]
-    shown("export", address, str(tmp_path / "out"))
+    assert main(["checkpoints", "export", address, str(tmp_path / "out")]) == 0
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(exported[name], value) for name, value in weights(run).items())
 
@@ -40,6 +41,7 @@ def test_the_commands_read_a_run_in_a_store(url: str, capsys: pytest.CaptureFixt
     assert [report["whole"] for report in reports] == [True, False, True]
     (manifest := StorePath(address) / "checkpoints/step_00000006/manifest.json").store.remove(manifest.key)
     assert [entry["state"] for entry in shown("ls", address)["checkpoints"]] == ["whole", "whole", "unfinished"]
-    removed = shown("prune", address, "--keep-last", "1", "--damaged")["removed"]
-    assert [path.rpartition("/")[2] for path in removed] == ["step_00000002", "step_00000006"]
+    capsys.readouterr()
+    assert main(["checkpoints", "prune", address, "--keep-last", "1", "--damaged"]) == 0
+    assert re.findall(r"^  (step_\d+) ", capsys.readouterr().out, re.MULTILINE) == ["step_00000002", "step_00000006"]
     assert (StorePath(address) / "run.json").is_file()
