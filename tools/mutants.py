@@ -315,8 +315,8 @@ MUTANTS = [
     Mutant(
         "the workers of a mixture's finished pass are kept",
         f"{DATA}/loader.py",
-        "        self.marked.release()\n",
-        "        pass\n",
+        "        self._iterator = None  # whose worker",
+        "        pass  # whose worker",
         "tests/data/test_stream.py -k workers_of_a_finished_pass",
     ),
     Mutant(
@@ -553,8 +553,8 @@ MUTANTS = [
     ),
     Mutant(
         "loader draws from the global generator",
-        "dream_trainer/data/loader.py",
-        "generator=self.generator,",
+        "dream_trainer/data/worker_start.py",
+        "generator=generator, ",
         "",
         "tests/data",
     ),
@@ -764,8 +764,8 @@ MUTANTS = [
     Mutant(
         "a scheduler's signal kills the workers of foreign loaders",
         "dream_trainer/data/foreign.py",
-        "worker_init_fn=WorkerInit(loader.worker_init_fn)",
-        "worker_init_fn=loader.worker_init_fn",
+        'options["worker_init_fn"] = WorkerInit(loader.worker_init_fn)',
+        "pass",
         "tests/faults/test_foreign_workers.py",
     ),
     Mutant(
@@ -1962,8 +1962,8 @@ MUTANTS = [
     Mutant(
         "seeds of persistent workers shift an order",
         "dream_trainer/data/foreign.py",
-        "generator=torch.Generator().manual_seed(seed)",
-        "generator=None",
+        'options["generator"] = torch.Generator().manual_seed(seed)',
+        "pass",
         "tests/data/test_foreign_resume.py -k persist",
     ),
     Mutant(
@@ -2039,8 +2039,8 @@ MUTANTS = [
     Mutant(
         "what was loaded ahead is trained after weights changed",
         "dream_trainer/data/stream.py",
-        "if ordered.may_change and ordered.changes_at(position.samples, marked.newest(position.samples)):",
-        "if ordered.may_change and ordered.changes_at(position.samples, marked.newest(position.samples)) and False:",
+        "if ordered.may_change and ordered.changes_at(samples, reader.newest_mark(samples)):",
+        "if ordered.may_change and ordered.changes_at(samples, reader.newest_mark(samples)) and False:",
         "tests/data/test_mixture_resume.py tests/data/test_ordered.py",
     ),
     Mutant(

@@ -108,10 +108,7 @@ class WindowFeed:
             self._begins_pass = True
             self._empty_passes += 1
             if self._empty_passes == 2:
-                raise DataError(
-                    "two passes over the training data had no batch that every rank could train. "
-                    "Give every rank at least one batch, or use a DistributedDataLoader."
-                )
+                raise DataError("two passes over the training data had no batch for some rank. Give each rank one.")
         return window
 
     def trained(self, window: Window) -> None:
@@ -134,9 +131,8 @@ class WindowFeed:
         window.batches = batches = list(window.batches)
         if len(batches) != window.size:
             raise DataError(
-                f"the training loader yielded {len(batches)} of the {window.size} batches of a window, and "
-                "ended before its pass did. Its dataset or sampler changed while it was read; let it change "
-                "between two passes."
+                f"the training loader ended in a window, with {len(batches)} of {window.size} batches: its dataset or "
+                "sampler changed while it was read. Let it change between two passes."
             )
         return window
 
@@ -148,8 +144,7 @@ class WindowFeed:
         left_over = int(cut.sum() - cut.min() * len(cut)) + (0 if dropped is None else int(dropped.sum()))
         if left_over and self._world.is_main:
             logger.warning(
-                "The data of some ranks ended first: the rest of the others' data, at least %s, is not trained in this "
-                "pass.",
+                "The data of some ranks ended first: of the others', at least %s, is not trained in this pass.",
                 "1 batch" if left_over == 1 else f"{left_over} batches",
             )
 

@@ -119,7 +119,7 @@ class SeededPass(Iterator[Any]):
         seed, epoch, dp_rank = self._numbers
         self._start = WatchedSeeds(hash_seed(b"pass", seed, epoch, dp_rank))
         base = hash_seed(b"workers", seed, epoch, dp_rank)
-        with workers_outlive_signals(self._loader), seeds_of_workers(self._loader, base):
+        with loader_begins(self._loader, base):
             self._iterator = iter(self._loader)
         # If its own state moved a loader into the middle of a pass, it redraws either the whole order, which needs the
         # pass's stream, or only the batch's values. Its earlier draws tell which.
@@ -160,22 +160,17 @@ class SeededPass(Iterator[Any]):
 
 
 @contextmanager
-def workers_outlive_signals(loader: object) -> Iterator[None]:
-    """Worker processes that a torch `DataLoader` starts inside outlive a signal to the whole process group."""
-    if not isinstance(loader, DataLoader) or loader.num_workers == 0:
+def loader_begins(loader: object, seed: int | None = None) -> Iterator[None]:
+    """Workers that a torch `DataLoader` starts inside outlive a signal to the whole job, and are seeded by `seed`."""
+    if not isinstance(loader, DataLoader):
         yield
         return
-    with with_options(loader, worker_init_fn=WorkerInit(loader.worker_init_fn)), workers_start(loader):
-        yield
-
-
-@contextmanager
-def seeds_of_workers(loader: object, seed: int) -> Iterator[None]:
-    """A torch `DataLoader` whose iterator is made inside draws its workers' seeds from their own stream."""
-    if not isinstance(loader, DataLoader) or loader.generator is not None:
-        yield
-        return
-    with with_options(loader, generator=torch.Generator().manual_seed(seed)):
+    options: dict[str, Any] = {}
+    if loader.num_workers > 0:
+        options["worker_init_fn"] = WorkerInit(loader.worker_init_fn)
+    if seed is not None and loader.generator is None:
+        options["generator"] = torch.Generator().manual_seed(seed)
+    with with_options(loader, **options), workers_start(loader):
         yield
 
 

@@ -8,31 +8,24 @@ import pickle
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from itertools import count, islice
 from multiprocessing.context import BaseContext
 from typing import Any, NamedTuple
 
 import torch
 import xxhash
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from dream_trainer.checks import check_count, divisors, refuse, spell
 from dream_trainer.compat.pytorch import shutdown_workers
-from dream_trainer.data.foreign import EpochAware
+from dream_trainer.data.foreign import EpochAware, StatefulLoader
 from dream_trainer.data.probe import summary
-from dream_trainer.data.sampler import collates_without_draws
-from dream_trainer.data.sources.stream_sources import HuggingFaceShards, ShardedSource, StatefulIterable
-from dream_trainer.data.transforms import (
-    Item,
-    SampleCalls,
-    Transform,
-    block_size,
-    description,
-    shuffled,
-)
+from dream_trainer.data.sampler import collates_without_draws, random_order
+from dream_trainer.data.sources.stream_sources import HuggingFaceShards, ShardedSource
+from dream_trainer.data.transforms import Item, SampleCalls, Transform, block_size, description
 from dream_trainer.data.window import DataPosition, SavedState, TrainStream, Window
-from dream_trainer.data.worker_start import WorkerInit, as_it_is, started, worker_options
+from dream_trainer.data.worker_start import started, worker_loader
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_cpu
 from dream_trainer.errors import DataError
 from dream_trainer.screen import logger
@@ -79,10 +72,6 @@ class LanePlan:
             for first in range(turn * self.lanes + dp_rank * share, turn * self.lanes + (dp_rank + 1) * share, length)
         ]
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        return {"shards": self.num_shards, "lanes": self.lanes, "turns": self.turns, "global batch": self.global_batch}
-
 
 def lane_plan(num_shards: int, global_batch: int, dp_size: int, lanes: int | None, turns: int | None) -> LanePlan:
     """The plan for a source; `lanes` None is the largest divisor of `global_batch` with shards for it, up to 64."""
@@ -92,8 +81,7 @@ def lane_plan(num_shards: int, global_batch: int, dp_size: int, lanes: int | Non
     if lanes not in possible:
         raise DataError(
             f"lanes={lanes} is not a divisor of the global batch of {global_batch} samples, or more than the "
-            f"{num_shards} shards of the source. Every step takes equally many samples from each lane. "
-            f"Use {spell(possible)}."
+            f"{num_shards} shards of the source. Use {spell(possible)}."
         )
     if lanes % dp_size:
         ranks = [size for size in divisors(lanes) if size <= num_shards]
@@ -115,15 +103,6 @@ def lane_plan(num_shards: int, global_batch: int, dp_size: int, lanes: int | Non
     return LanePlan(num_shards, global_batch, lanes, turns)
 
 
-@dataclass(frozen=True, slots=True)
-class LaneOptions:
-    source: ShardedSource
-    transforms: Sequence[Transform]
-    shuffle_shards: bool
-    repeat: bool
-    max_skipped: int
-
-
 @dataclass(slots=True)
 class LaneState:
     yielded: int = 0
@@ -138,16 +117,16 @@ class LaneState:
 
 class Lane(Iterator[Any]):
     def __init__(
-        self, options: LaneOptions, plan: LanePlan, number: int, *, seed: int, start: LaneState, consumed: int
+        self, loader: StreamLoader, plan: LanePlan, number: int, *, seed: int, start: LaneState, consumed: int
     ) -> None:
         self.begun: bytes | None = None
-        self.calls = SampleCalls(seed, number, options.max_skipped, start.skipped)
-        self._options = options
+        self.calls = SampleCalls(seed, number, loader.max_skipped, start.skipped)
+        self._loader = loader
         self._shards = plan.shards(number)
         self._numbers = seed, number
         self._state = start
-        self._block_size = block_size(options.transforms)
-        self._reader: StatefulIterable | None = None
+        self._block_size = block_size(loader.transforms)
+        self._reader: StatefulLoader | None = None
         self._iterator: Iterator[Any] | None = None
         self._samples = self._from(start, consumed)
 
@@ -163,7 +142,7 @@ class Lane(Iterator[Any]):
         while True:
             state.skipped = self.calls.skipped
             begun: bytes | None = self._copied()
-            block = self.calls.transformed(self._options.transforms, self._block(order))
+            block = self.calls.transformed(self._loader.transforms, self._block(order))
             for item in block:
                 state.yielded += 1
                 state.yielded_in_epoch += 1
@@ -174,10 +153,10 @@ class Lane(Iterator[Any]):
                 else:
                     self.calls.reports.clear()  # reported before the run was interrupted
             if state.place == len(order):
-                if not self._options.repeat:
+                if not self._loader.repeat:
                     return  # also of a lane that yielded nothing: on other ranks another lane may have ended the pass
                 if state.yielded_in_epoch == 0:
-                    names = ", ".join(self._options.source.name(shard) for shard in self._shards[:3])
+                    names = ", ".join(self._loader.source.name(shard) for shard in self._shards[:3])
                     raise DataError(
                         f"lane {self._numbers[1]} yielded no sample in a whole pass over its shards ({names}): the "
                         "transforms keep none. Check the filters, or use fewer lanes."
@@ -195,7 +174,7 @@ class Lane(Iterator[Any]):
 
     def _read(self, order: Sequence[int]) -> Item | None:
         """The next sample of this epoch; None at its end."""
-        state, source = self._state, self._options.source
+        state, source = self._state, self._loader.source
         while state.place < len(order):
             shard = order[state.place]
             name = source.name(shard)
@@ -224,17 +203,17 @@ class Lane(Iterator[Any]):
         return pickle.dumps(asdict(self._state))
 
     def _order(self, epoch: int) -> Sequence[int]:
-        if not self._options.shuffle_shards:
+        if not self._loader.shuffle_shards:
             return self._shards
         seed, lane = self._numbers
-        order = shuffled(len(self._shards), hash_seed(b"shards", seed, lane, epoch))
+        order = random_order(len(self._shards), hash_seed(b"shards", seed, lane, epoch)).tolist()
         return [self._shards[place] for place in order]
 
 
-def opened(source: ShardedSource, shard: int, epoch: int, state: Any) -> tuple[StatefulIterable, Iterator[Any]]:
+def opened(source: ShardedSource, shard: int, epoch: int, state: Any) -> tuple[StatefulLoader, Iterator[Any]]:
     """A reader of one shard and its iterator, from `state` on."""
-    reader = source.open(shard)
-    if not isinstance(reader, StatefulIterable):
+    reader: Any = source.open(shard)
+    if not isinstance(reader, StatefulLoader) or not isinstance(reader, Iterable):
         raise DataError(
             f"{type(reader).__name__} cannot tell its position in its shard, so a run could not resume in its middle. "
             "Give it `state_dict()` and `load_state_dict(state)` besides `__iter__`, or use an indexed dataset."
@@ -260,10 +239,9 @@ def refuse_forgetful(source: ShardedSource, shard: int) -> None:
         return
     if found != expected:
         raise DataError(
-            f"{source.name(shard)} does not come back to where it was by its own state: from the state after "
-            f"{_READ_BEFORE} samples other samples follow than before. It may shuffle in a buffer or draw from "
-            "random generators that its state leaves out. Let the source read in order, and use the transforms Shuffle "
-            "and Map of dream_trainer.data, whose draws are seeded by sample, and shuffle_shards=True."
+            f"{source.name(shard)} does not come back to where it was by its own state: other samples follow it than "
+            "before. It may shuffle in a buffer or draw from random generators that its state leaves out. Let it read "
+            "in order, and use shuffle_shards=True and the transforms Shuffle and Map of dream_trainer.data."
         )
 
 
@@ -284,12 +262,14 @@ def _read_twice(source: ShardedSource, shard: int) -> tuple[list[Any], list[Any]
 _READ_BEFORE, _READ_AFTER = 4, 16
 
 
+@dataclass(eq=False, repr=False)
 class StreamLoader:
     """Batches from a sequential source in shards, dealt to ranks and workers, that resumes at any step.
 
     The samples of an optimizer step only depend on the seed and the source, not on ranks, workers or accumulation.
     Shards are dealt to lanes, and a step takes equally many samples from each of its lanes (docs/data.md). The trainer
     passes it rank and seed. Without a trainer it yields the samples of a single process with seed 0.
+
     Args:
         source: A ShardedSource (`WebDatasetShards`, `IterableShards`, `HuggingFaceShards` or your own), or a streaming
             dataset of Hugging Face's `datasets`.
@@ -318,40 +298,28 @@ class StreamLoader:
         DataError: The source is none, has no shards, or an option has no meaning.
     """
 
-    def __init__(
-        self,
-        source: Any,
-        batch_size: int,
-        *,
-        transforms: Sequence[Transform] = (),
-        lanes: int | None = None,
-        turns: int | None = None,
-        shuffle_shards: bool = False,
-        repeat: bool = True,
-        num_workers: int = 0,
-        collate_fn: Callable[[Any], Any] | None = None,
-        max_skipped: int = 0,
-        pin_memory: bool = False,
-        prefetch_factor: int | None = None,
-        multiprocessing_context: str | BaseContext | None = None,
-        timeout: float = 0,
-        worker_init_fn: Callable[[int], None] | None = None,
-    ) -> None:
-        check_count("batch_size", batch_size, hint="Give the samples of one rank's micro-batch.")
-        source = sharded_source(source)
-        if source.num_shards < 1:
-            raise DataError(f"the source ({type(source).__name__}) has 0 shards. Check its path and split.")
-        self.options = LaneOptions(source, tuple(transforms), shuffle_shards, repeat, max_skipped)
-        self.batch_size = batch_size
-        self.lanes = lanes
-        self.turns = turns
-        self.num_workers = num_workers
-        self.collate_fn = default_collate if collate_fn is None else collate_fn
-        self.pin_memory = pin_memory
-        self.prefetch_factor = prefetch_factor
-        self.multiprocessing_context = multiprocessing_context
-        self.timeout = timeout
-        self.worker_init_fn = worker_init_fn
+    source: Any
+    batch_size: int
+    _: KW_ONLY
+    transforms: Sequence[Transform] = ()
+    lanes: int | None = None
+    turns: int | None = None
+    shuffle_shards: bool = False
+    repeat: bool = True
+    num_workers: int = 0
+    collate_fn: Callable[[Any], Any] | None = None
+    max_skipped: int = 0
+    pin_memory: bool = False
+    prefetch_factor: int | None = None
+    multiprocessing_context: str | BaseContext | None = None
+    timeout: float = 0
+    worker_init_fn: Callable[[int], None] | None = None
+
+    def __post_init__(self) -> None:
+        check_count("batch_size", self.batch_size, hint="Give the samples of one rank's micro-batch.")
+        self.source = sharded_source(self.source)
+        if self.source.num_shards < 1:
+            raise DataError(f"the source ({type(self.source).__name__}) has 0 shards. Check its path and split.")
 
     def __iter__(self) -> Iterator[Any]:
         stream = LaneStream(self, accumulation=1, dp_rank=0, dp_size=1, seed=0)
@@ -370,8 +338,7 @@ def sharded_source(source: object) -> ShardedSource:
         return HuggingFaceShards(source)
     raise DataError(
         f"{type(source).__name__} is not a source in shards. Give a streaming dataset of Hugging Face, "
-        "WebDatasetShards(directory), or IterableShards(reader, items) for your own readers; a dataset with "
-        "`__len__` and `__getitem__` belongs in a DistributedDataLoader."
+        "WebDatasetShards or IterableShards; one with `__len__` and `__getitem__` belongs in a DistributedDataLoader."
     )
 
 
@@ -380,9 +347,9 @@ class LaneStream(TrainStream):
     resumes_from_all_ranks = True
 
     def __init__(self, loader: StreamLoader, *, accumulation: int, dp_rank: int, dp_size: int, seed: int) -> None:
-        source, global_batch = loader.options.source, loader.batch_size * accumulation * dp_size
+        source, global_batch = loader.source, loader.batch_size * accumulation * dp_size
         self._plan = lane_plan(source.num_shards, global_batch, dp_size, loader.lanes, loader.turns)
-        self.is_even = loader.options.repeat or dp_size == 1
+        self.is_even = loader.repeat or dp_size == 1
         self.skipped: dict[int, int] = {}
         self._loader = loader
         self._accumulation = accumulation
@@ -398,15 +365,18 @@ class LaneStream(TrainStream):
 
     @property
     def facts(self) -> dict[str, Any]:
-        options = self._loader.options
-        names = [options.source.name(shard).rpartition("/")[2] for shard in range(self._plan.num_shards)]
+        loader = self._loader
+        names = [loader.source.name(shard).rpartition("/")[2] for shard in range(self._plan.num_shards)]
         return {
-            **self._plan.facts,
+            "shards": self._plan.num_shards,
+            "lanes": self._plan.lanes,
+            "turns": self._plan.turns,
+            "global batch": self._plan.global_batch,
             "names of shards": f"{names[0]} ... {names[-1]}, {xxhash.xxh3_64_hexdigest(repr(names).encode())}",
-            "shuffled shards": options.shuffle_shards,
-            "repeats": options.repeat,
-            "transforms": [description(transform) for transform in options.transforms],
-            "block": block_size(options.transforms),
+            "shuffled shards": loader.shuffle_shards,
+            "repeats": loader.repeat,
+            "transforms": [description(transform) for transform in loader.transforms],
+            "block": block_size(loader.transforms),
         }
 
     def seek(
@@ -418,10 +388,8 @@ class LaneStream(TrainStream):
             return
         steps, rest = divmod(position.samples, self._plan.global_batch)
         if rest:
-            raise DataError(
-                f"The run resumes after {position.samples} samples, which is no multiple of the global batch of "
-                f"{self._plan.global_batch}. Keep the global batch of the run."
-            )
+            done, size = position.samples, self._plan.global_batch
+            raise DataError(f"The run resumes after {done} samples, no multiple of the global batch of {size}.")
         self._begin(position.epoch)
         if steps:
             self._states = self._own_states(rank_state, steps)
@@ -455,7 +423,7 @@ class LaneStream(TrainStream):
         samples = position.samples + self._plan.global_batch
         self._position = DataPosition(position.epoch, samples, position.batches + self._accumulation)
         state = {"stream": self._facts, "lanes": self._states}
-        is_last = False if self._loader.options.repeat else None
+        is_last = False if self._loader.repeat else None
         sizes = [self._loader.batch_size] * len(batches)
         return Window(len(batches), batches, self._plan.global_batch, self._position, state, False, is_last, sizes)
 
@@ -503,9 +471,8 @@ class LaneStream(TrainStream):
         differing = [f"{name}: {saved[name]} then, {fact} now" for name, fact in now if saved.get(name) != fact]
         if differing:
             raise DataError(
-                f"The run resumes in the middle of a stream that has changed ({'; '.join(differing)}), so it "
-                "would not read the samples that are left. Give it the source and options it had, or start another "
-                "experiment."
+                f"The run resumes in the middle of a stream that has changed ({'; '.join(differing)}). Give it the "
+                "source and options it had, or start another experiment."
             )
         lanes = [lane for chain in self._chains for lane in chain.lanes if self._plan.consumed(lane, steps)]
         states = {} if rank_state is None else rank_state.get("lanes", {})
@@ -513,8 +480,7 @@ class LaneStream(TrainStream):
         if missing:
             raise DataError(
                 f"The run resumes after {steps} steps, and the states of lanes {missing[:8]} are not known on this "
-                "rank: a stream cannot be read from its middle without them. Seek with the `united` states of all "
-                "ranks."
+                "rank. Seek with the `united` states of all ranks."
             )
         return {str(lane): states[str(lane)] for lane in lanes}
 
@@ -528,18 +494,10 @@ class LaneStream(TrainStream):
         return readers
 
     def _in_worker(self, batches: LaneBatches, step: int) -> Iterator[Loaded]:
-        loader = self._loader
         seed = hash_seed(b"workers", self._seed, self._position.epoch, step, self._dp_rank)
+        generator = torch.Generator(device="cpu").manual_seed(seed)
         # A process for each reader, which can then load any lanes in any order.
-        own: dict[str, Any] = {"num_workers": 1, "worker_init_fn": WorkerInit(loader.worker_init_fn)}
-        torch_loader = DataLoader(
-            batches,
-            batch_size=None,
-            collate_fn=as_it_is,
-            generator=torch.Generator(device="cpu").manual_seed(seed),
-            **worker_options(loader) | own,
-        )
-        return started(torch_loader)
+        return started(worker_loader(batches, self._loader, generator, batch_size=None, num_workers=1))
 
 
 def _readers_of_batches(chains: Sequence[Chain], num_readers: int, accumulation: int) -> list[list[int]]:
@@ -563,34 +521,26 @@ class Mark(NamedTuple):
 Loaded = tuple[Any, list[Mark] | None, str | None]
 
 
+@dataclass(eq=False, repr=False)
 class LaneBatches(IterableDataset[Loaded]):
     """The batches that one reader loads, in a worker or in the training process: those of its chains, step by step."""
 
-    def __init__(
-        self,
-        loader: StreamLoader,
-        plan: LanePlan,
-        chains: Sequence[Chain],
-        seed: int,
-        first_step: int,
-        epoch: int,
-        states: Mapping[str, Any],  # of lanes that were read before
-    ) -> None:
-        self._options, self._collate, self._batch_size = loader.options, loader.collate_fn, loader.batch_size
-        self._plan = plan
-        self._chains = chains
-        self._seed = seed
-        self._draws = not collates_without_draws(loader.collate_fn)
-        self._first_step, self._epoch, self._states = first_step, epoch, states
+    loader: StreamLoader
+    plan: LanePlan
+    chains: Sequence[Chain]
+    seed: int
+    first_step: int
+    epoch: int
+    states: Mapping[str, Any]  # of lanes that were read before
 
     def __iter__(self) -> Iterator[Loaded]:
-        first = self._chains[0].lanes[0]
-        refuse_forgetful(self._options.source, self._plan.shards(first)[0])
+        first = self.chains[0].lanes[0]
+        refuse_forgetful(self.loader.source, self.plan.shards(first)[0])
         lanes = {}
-        for number in (number for chain in self._chains for number in chain.lanes):
-            start = LaneState(**self._states.get(str(number), {"epoch": self._epoch}))
-            consumed = self._plan.consumed(number, self._first_step)
-            lanes[number] = Lane(self._options, self._plan, number, seed=self._seed, start=start, consumed=consumed)
+        for number in (number for chain in self.chains for number in chain.lanes):
+            start = LaneState(**self.states.get(str(number), {"epoch": self.epoch}))
+            consumed = self.plan.consumed(number, self.first_step)
+            lanes[number] = Lane(self.loader, self.plan, number, seed=self.seed, start=start, consumed=consumed)
         try:
             yield from self._batches(lanes)
         finally:
@@ -598,12 +548,12 @@ class LaneBatches(IterableDataset[Loaded]):
                 lane.close()
 
     def _batches(self, lanes: Mapping[int, Lane]) -> Iterator[Loaded]:
-        per_lane, size = self._plan.per_lane, self._batch_size
-        num_batches = len(self._chains[0].lanes) * per_lane // size  # of one chain in one step
-        for step in count(self._first_step):
+        per_lane, size, collate = self.plan.per_lane, self.loader.batch_size, self.loader.collate_fn or default_collate
+        num_batches = len(self.chains[0].lanes) * per_lane // size  # of one chain in one step
+        for step in count(self.first_step):
             for batch in range(num_batches):
-                for chain in self._chains:
-                    if chain.turn != step % self._plan.turns:
+                for chain in self.chains:
+                    if chain.turn != step % self.plan.turns:
                         continue
                     places = range(batch * size, (batch + 1) * size)
                     numbers = [chain.lanes[place // per_lane] for place in places]
@@ -614,9 +564,9 @@ class LaneBatches(IterableDataset[Loaded]):
                         except StopIteration:
                             yield None, None, _end(number, place % per_lane, per_lane)
                             return
-                    if self._draws:
-                        seed_cpu(hash_seed(b"collate", self._seed, step, numbers[0], batch))
-                    yield self._collate(samples), _marks(lanes, dict.fromkeys(numbers)), None
+                    if not collates_without_draws(collate):
+                        seed_cpu(hash_seed(b"collate", self.seed, step, numbers[0], batch))
+                    yield collate(samples), _marks(lanes, dict.fromkeys(numbers)), None
 
 
 def _marks(lanes: Mapping[int, Lane], numbers: Iterable[int]) -> list[Mark] | None:

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from dataclasses import KW_ONLY, dataclass
 from itertools import takewhile
 from multiprocessing.context import BaseContext
 from types import FunctionType
@@ -23,18 +25,19 @@ from torch.utils.data import (
     default_collate,
 )
 
-from dream_trainer.checks import check_count
+from dream_trainer.checks import check_count, refuse
 from dream_trainer.compat.pytorch import shutdown_workers
 from dream_trainer.data.lane_stream import StreamLoader
 from dream_trainer.data.loader_groups import AlternatingLoaders, LoaderGroup
-from dream_trainer.data.ordered import MarkedBatches, OrderedDataset
+from dream_trainer.data.ordered import OrderedDataset
 from dream_trainer.data.sampler import KeyedDataset, RankBatchSampler, Sharding
-from dream_trainer.data.worker_start import WorkerInit, as_it_is, started, worker_options
+from dream_trainer.data.worker_start import started, worker_loader, worker_options
 from dream_trainer.distributed.ranks import plain_facts
 from dream_trainer.distributed.seeds import hash_seed
 from dream_trainer.errors import DataError
 
 
+@dataclass(eq=False, repr=False)
 class DistributedDataLoader:
     """A `DataLoader` over a map-style dataset that serves each rank its own part and resumes at any sample.
 
@@ -64,47 +67,32 @@ class DistributedDataLoader:
             would be shuffled.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        batch_size: int = 1,
-        *,
-        shuffle: bool = False,
-        drop_last: bool = True,
-        num_workers: int = 0,
-        collate_fn: Callable[[Any], Any] | None = None,
-        pin_memory: bool = False,
-        persistent_workers: bool = False,
-        prefetch_factor: int | None = None,
-        multiprocessing_context: str | BaseContext | None = None,
-        timeout: float = 0,
-        worker_init_fn: Callable[[int], None] | None = None,
-    ) -> None:
-        if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+    dataset: Any
+    batch_size: int = 1
+    _: KW_ONLY
+    shuffle: bool = False
+    drop_last: bool = True
+    num_workers: int = 0
+    collate_fn: Callable[[Any], Any] | None = None
+    pin_memory: bool = False
+    persistent_workers: bool = False
+    prefetch_factor: int | None = None
+    multiprocessing_context: str | BaseContext | None = None
+    timeout: float = 0
+    worker_init_fn: Callable[[int], None] | None = None
+
+    def __post_init__(self) -> None:
+        name = type(self.dataset).__name__
+        if isinstance(self.dataset, IterableDataset) or not isinstance(self.dataset, Sized):
             raise DataError(
-                f"{type(dataset).__name__} has no length and no samples by number, so it cannot be dealt to ranks. "
-                "Give a dataset with `__len__` and `__getitem__`, or let it yield each rank's own part and wrap its "
-                "loader in PerRankLoader."
+                f"{name} has no length and no samples by number, so it cannot be dealt to ranks. Give a dataset with "
+                "`__len__` and `__getitem__`, or let it yield each rank's part and wrap its loader in PerRankLoader."
             )
-        check_count("batch_size", batch_size, hint="Give the samples of one rank's micro-batch.")
-        if len(dataset) == 0:
-            raise _no_samples("dataset", dataset)
-        if shuffle and isinstance(dataset, OrderedDataset):
-            raise DataError(
-                f"shuffle=True, and the dataset ({type(dataset).__name__}) decides its order itself. Use shuffle=False."
-            )
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.drop_last = drop_last
-        self.num_workers = num_workers
-        self.collate_fn = default_collate if collate_fn is None else collate_fn
-        self.pin_memory = pin_memory
-        self.persistent_workers = persistent_workers
-        self.prefetch_factor = prefetch_factor
-        self.multiprocessing_context = multiprocessing_context
-        self.timeout = timeout
-        self.worker_init_fn = worker_init_fn
+        check_count("batch_size", self.batch_size, hint="Give the samples of one rank's micro-batch.")
+        is_empty = len(self.dataset) == 0
+        refuse(is_empty, f"The dataset ({name}) has 0 samples. Check its path, split and filters.", DataError)
+        if self.shuffle and isinstance(self.dataset, OrderedDataset):
+            raise DataError(f"shuffle=True, and the dataset ({name}) decides its order itself. Use shuffle=False.")
 
     def __iter__(self) -> Iterator[Any]:
         reader = ShardReader(self, Sharding(self.batch_size, 0, 1), seed=0, shuffle=self.shuffle)
@@ -140,7 +128,7 @@ class PerRankLoader:
         self.loader = loader
 
 
-class ShardReader:
+class ShardReader(Iterator[Any]):
     """Reads one rank's part of a DistributedDataLoader's passes through torch's `DataLoader`, from any sample on."""
 
     def __init__(self, loader: DistributedDataLoader, sharding: Sharding, *, seed: int, shuffle: bool) -> None:
@@ -153,7 +141,8 @@ class ShardReader:
         self._torch_loader: DataLoader[Any] | None = None
         self._iterator: Iterator[Any] | None = None
         self.ordered = loader.dataset if isinstance(loader.dataset, OrderedDataset) else None
-        self.marked = MarkedBatches()
+        self.marks: deque[tuple[int, Any]] = deque()  # of an OrderedDataset, with the ends of their batches
+        self._batches_end = 0
         self.begin(0, None)
 
     def begin(self, epoch: int, state: dict[str, Any] | None) -> None:
@@ -166,14 +155,38 @@ class ShardReader:
     def batches(self, epoch: int, first: int, end: int) -> Iterator[Any]:
         """This rank's batches of the positions from `first` up to `end` in `epoch`'s order; ends those before."""
         if self._torch_loader is None:
-            self._torch_loader = self._build()
+            self._torch_loader = worker_loader(
+                self.keyed_dataset,
+                self.loader,
+                self.generator,
+                batch_sampler=self.sampler,  # what it yields goes to KeyedDataset as it is
+                persistent_workers=self.loader.persistent_workers,
+            )
         self.release()
         self.sampler.start(epoch, first, end)
         self.generator.manual_seed(hash_seed(b"workers", self.seed, epoch, first, self.sampler.sharding.dp_rank))
         self._iterator = started(self._torch_loader)
         if self.ordered is None:
             return self._iterator
-        return self.marked.follow(self._iterator, first, self.sampler.sharding.chunk_size)
+        self._batches_end = first
+        self.marks.clear()
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch of an OrderedDataset, whose mark it keeps."""
+        batch, mark = next(self._iterator or iter(()))
+        self._batches_end += self.sampler.sharding.chunk_size
+        if mark is not None:
+            self.marks.append((self._batches_end, mark))
+        return batch
+
+    def newest_mark(self, position: int) -> Any:
+        """The mark of the last batch that ends at or before `position`; None if it had none."""
+        return next((mark for end, mark in reversed(self.marks) if end <= position), None)
+
+    def forget_marks_before(self, position: int) -> None:
+        while len(self.marks) > 1 and self.marks[1][0] <= position:
+            self.marks.popleft()
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -189,8 +202,7 @@ class ShardReader:
     @property
     def keyed_dataset(self) -> KeyedDataset:
         """The dataset as the run reads it: seeded by sample, and collated."""
-        loader = self.loader
-        return KeyedDataset(loader.dataset, loader.collate_fn, self.seed)
+        return KeyedDataset(self.loader.dataset, self.loader.collate_fn or default_collate, self.seed)
 
     def dataset_changed(self) -> None:
         """Makes the next pass read the dataset as it is now: persistent workers hold an earlier copy."""
@@ -199,40 +211,25 @@ class ShardReader:
             self.close()
 
     def release(self) -> None:
-        self._iterator = None
-        self.marked.release()
+        self._iterator = None  # whose worker processes live for as long as something refers to it
 
     def close(self) -> None:
         shutdown_workers(self._iterator)
         self.release()
         self._torch_loader = None
 
-    def _build(self) -> DataLoader[Any]:
-        loader = self.loader
-        options: dict[str, Any] = worker_options(loader) | {"worker_init_fn": WorkerInit(loader.worker_init_fn)}
-        return DataLoader(
-            self.keyed_dataset,
-            batch_sampler=self.sampler,  # type: ignore[arg-type]  # what it yields goes to KeyedDataset as it is
-            collate_fn=as_it_is,
-            generator=self.generator,
-            persistent_workers=loader.persistent_workers,
-            **options,
-        )
 
-
-def rebuild(loader: object, purpose: str = "training") -> DistributedDataLoader | None:
+def rebuild(loader: object) -> DistributedDataLoader | None:
     """A plain `DataLoader` as ours, with all its options; None if its order or its code is the user's."""
     if not isinstance(loader, DataLoader) or _has_own_methods(loader):
         return None
     batches = loader.batch_sampler
     if isinstance(loader.dataset, IterableDataset) or not isinstance(loader.dataset, Sized):
         return None
-    if not isinstance(batches, BatchSampler) or not _is_class(type(batches), BatchSampler, "BatchSampler"):
+    if not isinstance(batches, BatchSampler) or _is_own(type(batches)):
         return None
     if (shuffle := _shuffles(batches.sampler, len(loader.dataset))) is None:
         return None
-    if len(loader.dataset) == 0:
-        raise _no_samples(f"{purpose} dataset", loader.dataset)
     return DistributedDataLoader(
         loader.dataset,
         batches.batch_size,
@@ -279,57 +276,49 @@ def foreign_iterable(loader: object, dp_size: int) -> Iterable[Any]:
     ):
         raise DataError(
             f"A {type(loader).__name__} of {len(parts)} data loaders is not a data loader: it yields loaders, not "
-            'batches. Give a dict of named loaders, such as {"easy": ..., "hard": ...}: for training a batch of each, '
-            "for validation one after the other. Or give one loader."
+            'batches. Give a dict of named loaders, such as {"easy": ..., "hard": ...}, or one loader.'
         )
     if isinstance(loader, StreamLoader):
         raise DataError(
-            "A StreamLoader is for training: it ends with a step that all lanes can fill, or never, and validation "
-            "reads its data whole. Validate on a dataset with `__len__` and `__getitem__`, or wrap an iterable over "
-            "each rank's part in PerRankLoader."
+            "A StreamLoader is for training, and validation reads its data whole. Validate on a dataset with `__len__` "
+            "and `__getitem__`, or wrap an iterable over each rank's part in PerRankLoader."
         )
     if not isinstance(loader, Iterable):
-        raise DataError(
-            f"A data loader must be an iterable of batches, and {type(loader).__name__} is none. Wrap a dataset in "
-            "DistributedDataLoader(dataset, batch_size=...)."
-        )
+        name = type(loader).__name__
+        raise DataError(f"{name} is no iterable of batches. Wrap a dataset in a DistributedDataLoader.")
     if dp_size > 1 and not is_per_rank:
         raise DataError(
             f"A {type(loader).__name__} cannot be dealt to dp_size={dp_size} data-parallel ranks: its sampler, "
-            "iterable dataset or own methods decide its samples, so each would train on all of it. Use "
-            "DistributedDataLoader(dataset, batch_size=..., collate_fn=...) over a map-style dataset; or, if it yields "
-            "each rank's own batches already, wrap it in PerRankLoader(loader)."
+            "iterable dataset or own methods decide its samples. Use DistributedDataLoader over a map-style dataset; "
+            "or, if it yields each rank's own batches already, wrap it in PerRankLoader(loader)."
         )
     return loader
 
 
-def _no_samples(name: str, dataset: Any) -> DataError:
-    return DataError(f"The {name} ({type(dataset).__name__}) has 0 samples. Check its path, split and filters.")
-
-
 def _has_own_methods(loader: DataLoader[Any]) -> bool:
     """Whether a subclass defines more than its constructor, which only sets options: that may decide the batches."""
-    own = takewhile(lambda cls: not _is_class(cls, DataLoader, "StatefulDataLoader"), type(loader).__mro__)
     kinds = (FunctionType, classmethod, staticmethod, property)
+    own = takewhile(_is_own, type(loader).__mro__)
     return any(name != "__init__" and isinstance(value, kinds) for cls in own for name, value in vars(cls).items())
 
 
-def _is_class(cls: type, torch_class: type, torchdata_name: str) -> bool:
-    """Whether `cls` is torch's class or torchdata's twin of it, and no subclass."""
-    # Only a process that imported torchdata can hold one of its objects.
-    torchdata = sys.modules.get("torchdata.stateful_dataloader.stateful_dataloader")
-    samplers = sys.modules.get("torchdata.stateful_dataloader.sampler")
-    twins = {**(vars(samplers) if samplers else {}), **(vars(torchdata) if torchdata else {})}
-    return cls is torch_class or cls is twins.get(torchdata_name)
+def _is_own(cls: type) -> bool:
+    """Whether a class is neither torch's nor torchdata's twin of it."""
+    return cls.__module__.partition(".")[0] not in ("torch", "torchdata")
 
 
 def _shuffles(sampler: Any, length: int) -> bool | None:
     """Whether a sampler's order is random; None if it is neither that nor sequential, or not over the whole dataset."""
-    if type(sampler) is SequentialSampler:
+    if _is_own(type(sampler)):
+        return None
+    if isinstance(sampler, SequentialSampler):
         return False if len(sampler.data_source) == length else None
-    if _is_class(type(sampler), RandomSampler, "RandomSampler"):
+    # Only a process that imported torchdata can hold one of its objects.
+    torchdata = sys.modules.get("torchdata.stateful_dataloader.sampler")
+    if isinstance(sampler, RandomSampler) or (torchdata is not None and isinstance(sampler, torchdata.RandomSampler)):
         covers_all = not sampler.replacement and sampler.num_samples == len(sampler.data_source) == length
         return True if covers_all else None
-    if _is_class(type(sampler), DistributedSampler, "StatefulDistributedSampler"):
-        return bool(sampler.shuffle) if len(sampler.dataset) == length else None
+    if isinstance(sampler, DistributedSampler):
+        dataset: Any = sampler.dataset
+        return bool(sampler.shuffle) if len(dataset) == length else None
     return None

@@ -18,6 +18,7 @@ from dream_trainer.data.window import DataPosition, SavedState, TrainStream, Win
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state
 from dream_trainer.errors import DataError
 
+_ADVICE = "Give it what it had, or start a new run from the checkpoint's weights."
 PassEnd = Literal["shortest", "longest", "cycle"]
 
 
@@ -86,10 +87,7 @@ def turns(ratio: Mapping[str, int]) -> list[str]:
 
 def _checked(loaders: Any, end: object, kind: str) -> dict[str, Any]:
     if not isinstance(loaders, Mapping) or not loaders:
-        raise DataError(
-            f'{kind} got {loaders!r}, and no loaders. Give a dict of named loaders, such as {{"text": ..., "images": '
-            "...}."
-        )
+        raise DataError(f'{kind} got {loaders!r}, no loaders. Give a dict, such as {{"text": ..., "images": ...}}.')
     ends = get_args(PassEnd)
     refuse(end not in ends, f"end={end!r} is not one of {', '.join(map(repr, ends))}.", DataError)
     for name in loaders:
@@ -115,7 +113,7 @@ def _checked_ratio(ratio: Any, loaders: Mapping[str, Any]) -> dict[str, int]:
     if not is_whole or not all(type(count) is int and count > 0 for count in ratio.values()):
         raise DataError(
             f"ratio={ratio!r} is not a whole number of steps above 0 for each of the loaders {list(loaders)}, and no "
-            "other. Leave out a loader that is not to be read."
+            "other."
         )
     return {name: ratio[name] for name in loaders}
 
@@ -147,9 +145,8 @@ class GroupStream(TrainStream):
         self.resumes_from_all_ranks = any(stream.resumes_from_all_ranks for stream in streams.values())
         if uneven and end != "cycle":
             raise DataError(
-                f"ranks may have different numbers of batches of {', '.join(map(repr, uneven))}, so that they would "
-                f'not agree on where a pass ends. Use end="cycle" instead of {end!r}, with train_steps_per_epoch for '
-                "epochs; or a DistributedDataLoader."
+                f'ranks may have different numbers of batches of {", ".join(map(repr, uneven))}. Use end="cycle" '
+                f"instead of {end!r}, with train_steps_per_epoch for epochs; or a DistributedDataLoader."
             )
         self._epoch = self._windows = 0
         self._leader: Member | None = None  # the loader that ended first: the shortest
@@ -289,16 +286,15 @@ class GroupStream(TrainStream):
             part.stream.seek(part.place.position, part.place.rank_state, state=state)
 
     def _refuse_other_loaders(self, state: dict[str, Any]) -> None:
-        advice = "Give it what it had, or start a new run from the checkpoint's weights."
         if "loaders" not in state:
             raise self._of_one_loader()
         saved, names = state["loaders"], [part.name for part in self._parts]
         if set(saved) != set(names):
-            raise DataError(f"the checkpoint is of the training loaders {list(saved)}, and there are {names}. {advice}")
+            raise DataError(f"the checkpoint is of the training loaders {list(saved)}, not {names}. {_ADVICE}")
         if state["order"] != self._order:
             raise DataError(
                 f"the checkpoint's training loaders were read by {state['order']}, and are now by {self._order}: "
-                f"other samples would be in each step. {advice}"
+                f"other samples would be in each step. {_ADVICE}"
             )
         for part in self._parts:
             before, now = saved[part.name]["global_batch_size"], part.stream.global_batch_size
@@ -309,10 +305,8 @@ class GroupStream(TrainStream):
                 )
 
     def _of_one_loader(self) -> DataError:
-        return DataError(
-            f"the checkpoint is of a run over one training loader, not over {[part.name for part in self._parts]}. "
-            "Give it the loader it had, or start a new run from the checkpoint's weights."
-        )
+        names = [part.name for part in self._parts]
+        return DataError(f"the checkpoint is of a run over one training loader, not over {names}. {_ADVICE}")
 
     # -- windows
 
@@ -388,9 +382,9 @@ class GroupStream(TrainStream):
         return window
 
     def _window(self, batches: Iterable[Any], windows: Sequence[Window]) -> Window:
-        samples: int | None = 0
-        for window in windows:
-            samples = None if samples is None or window.samples is None else samples + window.samples
+        counts = [window.samples for window in windows if window.samples is not None]
+        samples = sum(counts) if len(counts) == len(windows) else None
+        sizes = [window.sizes for window in windows if window.sizes is not None]
         self._windows += 1
         self._samples = None if self._samples is None or samples is None else self._samples + samples
         end = DataPosition(self._epoch, self._samples or 0, self._windows * self._accumulation, self.length)
@@ -408,16 +402,8 @@ class GroupStream(TrainStream):
             {"loaders": by_rank} if by_rank else None,
             False,
             self._is_last() if self.is_even else None,  # some rank may have to look ahead, and then all of them do
-            self._sizes(windows),
+            [sum(of_batch) for of_batch in zip(*sizes, strict=True)] if len(sizes) == len(windows) else None,
         )
-
-    def _sizes(self, windows: Sequence[Window]) -> list[int] | None:
-        sizes = [0] * self._accumulation
-        for window in windows:
-            if window.sizes is None:
-                return None
-            sizes = [size + more for size, more in zip(sizes, window.sizes, strict=True)]
-        return sizes
 
     def _note_places(self, end: DataPosition) -> None:
         self._places.append((end, self._windows, [part.place for part in self._parts]))
@@ -476,10 +462,8 @@ class Member:
 
 def refuse_state_of_group(state: dict[str, Any] | None) -> None:
     if state is not None and "loaders" in state:
-        raise DataError(
-            f"the checkpoint is of a run over the training loaders {list(state['loaders'])}, and this one has one "
-            "loader. Give it what it had, or start a new run from the checkpoint's weights."
-        )
+        names = list(state["loaders"])
+        raise DataError(f"the checkpoint is of a run over the training loaders {names}, not over one loader. {_ADVICE}")
 
 
 def _named(part: Member, batches: Iterable[Any]) -> Iterator[Any]:

@@ -4,8 +4,7 @@ sample `p` as the `p`-th, so a step's samples follow from its position, and only
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -85,40 +84,3 @@ def innermost(dataset: OrderedDataset) -> OrderedDataset:
     while (source := dataset.source) is not None:
         dataset = source
     return dataset
-
-
-class MarkedBatches:
-    """Takes the marks from the batches of an OrderedDataset, and keeps those that a position may be asked for."""
-
-    def __init__(self) -> None:
-        self.marks: deque[tuple[int, Any]] = deque()
-        self._iterator: Iterator[Any] = iter(())
-        self._end = self._chunk_size = 0
-
-    def follow(self, iterator: Iterator[Any], first: int, chunk_size: int) -> Iterator[Any]:
-        """The batches of `iterator`, which begins at position `first`; each is of `chunk_size` samples of all ranks."""
-        self._iterator, self._end, self._chunk_size = iterator, first, chunk_size
-        self.marks.clear()
-        return self
-
-    def release(self) -> None:
-        """Releases the iterator, whose worker processes live for as long as something refers to it. Marks stay."""
-        self._iterator = iter(())
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        batch, mark = next(self._iterator)
-        self._end += self._chunk_size
-        if mark is not None:
-            self.marks.append((self._end, mark))
-        return batch
-
-    def newest(self, position: int) -> Any:
-        """The mark of the last batch that ends at or before `position`; None if it had none."""
-        return next((mark for end, mark in reversed(self.marks) if end <= position), None)
-
-    def forget_before(self, position: int) -> None:
-        while len(self.marks) > 1 and self.marks[1][0] <= position:
-            self.marks.popleft()

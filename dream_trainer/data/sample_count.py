@@ -41,9 +41,8 @@ class SampleCount:
         counts, lists = _counts(batch)
         if not counts:
             raise DataError(
-                f"Cannot tell how many samples a batch of type {type(batch).__name__} holds: there is no tensor with "
-                "a dimension in it (torch.from_numpy makes one of an array). If this is a sample, and the loader a "
-                f"dataset, wrap it: DataLoader(dataset, self.micro_batch_size, collate_fn=...). {_REMEDY}"
+                f"Cannot tell how many samples a batch of type {type(batch).__name__} holds: it has no tensor with a "
+                f"dimension. If it is a sample, wrap its dataset in a DataLoader. {_REMEDY}"
             )
         count = counts[0]
         # One of the shape of the batch before it was looked at with that.
@@ -105,10 +104,8 @@ def whole_number(value: Any, hook: str, batch: Any) -> int:
     try:
         return index(value)
     except TypeError:
-        raise HookError(
-            f"{hook} gave {value!r} for a batch of type {type(batch).__name__}. Give a whole number, such as "
-            "int(mask.sum())."
-        ) from None
+        kind = type(batch).__name__
+        raise HookError(f"{hook} gave {value!r} for a batch of type {kind}. Give a whole number.") from None
 
 
 IGNORED = -100  # the label of a token that predicts nothing; `cross_entropy` leaves it out by default

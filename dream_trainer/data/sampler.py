@@ -108,10 +108,12 @@ VALIDATION_EPOCH = -1
 # Nothing of these depends on the world size, the workers or earlier draws, so any rank can compute any epoch's order.
 
 
+def random_order(length: int, seed: int) -> Tensor:
+    return torch.randperm(length, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+
+
 def epoch_order(seed: int, epoch: int, length: int) -> Tensor:
-    generator = torch.Generator(device="cpu")
-    generator.manual_seed(hash_seed(b"order", seed, epoch))
-    return torch.randperm(length, generator=generator, device="cpu")
+    return random_order(length, hash_seed(b"order", seed, epoch))
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:

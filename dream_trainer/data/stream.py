@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -16,8 +17,8 @@ from dream_trainer.data.foreign import (
     StatefulLoader,
     keeps_what_it_draws,
     known_length,
+    loader_begins,
     set_epoch,
-    workers_outlive_signals,
 )
 from dream_trainer.data.lane_stream import LaneStream, StreamLoader
 from dream_trainer.data.loader import DistributedDataLoader, ShardReader, foreign_iterable, loader_batch_size, rebuild
@@ -31,41 +32,31 @@ from dream_trainer.errors import DataError
 from dream_trainer.screen import logger
 
 
+@dataclass(eq=False, repr=False)
 class ForeignStream(TrainStream):
     """A foreign loader. Windows are fetched whole, since its end may cut one short."""
 
-    def __init__(
-        self,
-        source: Iterable[Any],
-        *,
-        accumulation: int,
-        dp_rank: int,
-        dp_size: int,
-        seed: int,
-        count: SampleCount | None = None,
-        keeps_state: bool = True,
-        whole_windows: bool = False,
-    ) -> None:
-        length = known_length(source)
-        least = accumulation if whole_windows else int(dp_size == 1)
+    source: Iterable[Any]
+    _: KW_ONLY
+    accumulation: int
+    dp_rank: int
+    dp_size: int
+    seed: int
+    count: SampleCount | None = None
+    keeps_state: bool = True
+    whole_windows: bool = False
+
+    def __post_init__(self) -> None:
+        length = known_length(self.source)
+        least = self.accumulation if self.whole_windows else int(self.dp_size == 1)
         if length is not None and length < least:
-            raise DataError(
-                f"The training loader ({type(source).__name__}) has {length} batches in a pass, fewer than one step of "
-                f"{least}. Check its dataset, batch_size and drop_last, or lower the accumulation."
-            )
-        steps = None if length is None else divmod(length, accumulation)
-        self.steps_per_epoch = None if steps is None else steps[0] + (steps[1] > 0 and not whole_windows)
-        self.is_even = dp_size == 1
-        self._source = source
-        self._stateful = source if isinstance(source, StatefulLoader) else None
-        self._accumulation = accumulation
-        self._dp_rank = dp_rank
-        self._dp_size = dp_size
-        self._seed = seed
-        self._count = count
-        self._keeps_state = keeps_state
-        self._whole_windows = whole_windows
-        self._batch_size = loader_batch_size(source)
+            name = type(self.source).__name__
+            raise DataError(f"The training loader ({name}) has {length} batches, fewer than one step of {least}.")
+        steps = None if length is None else divmod(length, self.accumulation)
+        self.steps_per_epoch = None if steps is None else steps[0] + (steps[1] > 0 and not self.whole_windows)
+        self.is_even = self.dp_size == 1
+        self._stateful = self.source if isinstance(self.source, StatefulLoader) else None
+        self._batch_size = loader_batch_size(self.source)
         self._position = DataPosition(0, 0, 0)
         self._samples = 0  # of this rank in this pass
         self._iterator: SeededPass | None = None
@@ -81,14 +72,14 @@ class ForeignStream(TrainStream):
         self, position: DataPosition, rank_state: SavedState, *, is_pass_over: bool = False, state: SavedState = None
     ) -> None:
         refuse_state_of_group(state)
-        if self._was_read and isinstance(self._source, Iterator):
+        if self._was_read and isinstance(self.source, Iterator):
             raise DataError(
-                f"The training loader is of type {type(self._source).__name__}, an iterator that was read already and "
+                f"The training loader is of type {type(self.source).__name__}, an iterator that was read already and "
                 "cannot be restarted. Give an object whose `__iter__` begins again."
             )
-        if self._was_read and self._stateful is not None and not self._keeps_state:
+        if self._was_read and self._stateful is not None and not self.keeps_state:
             raise DataError(
-                f"The training loader ({type(self._source).__name__}) was interrupted, and its state is kept only "
+                f"The training loader ({type(self.source).__name__}) was interrupted, and its state is kept only "
                 "where checkpoints are saved. Build a new trainer, or add CheckpointMixin."
             )
         self._iterator = None
@@ -111,24 +102,24 @@ class ForeignStream(TrainStream):
         epoch = self._position.epoch
         if not self._is_exhausted:
             iterator = self._iterator = self._iterator or self._open(self._position.batches)
-            batches = iterator.take(self._accumulation)
+            batches = iterator.take(self.accumulation)
             if not batches and self._holds_end:
                 iterator = self._iterator = self._open(0)
-                batches = iterator.take(self._accumulation)
+                batches = iterator.take(self.accumulation)
             self._holds_end = False
             size = len(batches)
-            self._is_exhausted = size < self._accumulation
-            if size and not (self._is_exhausted and self._whole_windows):
+            self._is_exhausted = size < self.accumulation
+            if size and not (self._is_exhausted and self.whole_windows):
                 self._position = end = DataPosition(epoch, 0, self._position.batches + size)
-                sizes = None if self._count is None else [self._count(batch, self._batch_size) for batch in batches]
+                sizes = None if self.count is None else [self.count(batch, self._batch_size) for batch in batches]
                 self._samples += sum(sizes or ())
                 return Window(size, batches, None, end, self._rank_state(), False, None, sizes)
-        if self._position.batches == 0 and self._dp_size == 1:
-            name = type(self._source).__name__
+        if self._position.batches == 0 and self.dp_size == 1:
+            name = type(self.source).__name__
             once = " It is an iterator, which can be read once: give an object whose `__iter__` begins again."
             raise DataError(
                 f"The training loader ({name}) yielded no batch in pass {epoch}. Check its dataset, batch_size and "
-                f"drop_last.{once if isinstance(self._source, Iterator) else ''}"
+                f"drop_last.{once if isinstance(self.source, Iterator) else ''}"
             )
         self._begin_pass(epoch + 1)
         return None
@@ -146,7 +137,7 @@ class ForeignStream(TrainStream):
         if self._iterator is not None:
             self._iterator.close()
         self._iterator = None
-        end_workers(self._source)
+        end_workers(self.source)
 
     def _begin_pass(self, epoch: int) -> None:
         self._iterator = None
@@ -157,12 +148,12 @@ class ForeignStream(TrainStream):
     def _open(self, first: int) -> SeededPass:
         self._was_read = True
         epoch = self._position.epoch
-        set_epoch(self._source, epoch)
+        set_epoch(self.source, epoch)
         return SeededPass(
-            self._source,
-            seed=self._seed,
+            self.source,
+            seed=self.seed,
             epoch=epoch,
-            dp_rank=self._dp_rank,
+            dp_rank=self.dp_rank,
             first=first,
             draws=True if self._stateful is None else self._draws,  # also True if the answer is not needed
             drawn=self._drawn if first else (),
@@ -176,7 +167,7 @@ class ForeignStream(TrainStream):
             "batch_size": self._batch_size,
             "is_exhausted": self._is_exhausted,
         }
-        if self._stateful is not None and self._keeps_state:
+        if self._stateful is not None and self.keeps_state:
             if self._iterator is not None:
                 self._draws, self._drawn = self._iterator.draws, self._iterator.drawn
             # A copy: the loader may keep changing the returned state, and the next window is read ahead.
@@ -190,13 +181,13 @@ class ForeignStream(TrainStream):
         return (
             rank_state.get("loader") is not None
             and rank_state.get("batch_size", self._batch_size) == self._batch_size
-            and keeps_what_it_draws(self._source, draws=self._draws)
+            and keeps_what_it_draws(self.source, draws=self._draws)
         )
 
     def _load(self, loader: StatefulLoader, rank_state: dict[str, Any]) -> None:
         self._is_exhausted = self._holds_end = rank_state["is_exhausted"]
         self._samples = rank_state.get("samples", 0)
-        with preserved_random_state(), workers_outlive_signals(loader):
+        with preserved_random_state(), loader_begins(loader):
             loader.load_state_dict(copy.deepcopy(rank_state["loader"]))
             if self._is_exhausted:
                 # StatefulDataLoader applies its state only when asked for something. Asked by the next pass, it would
@@ -208,7 +199,13 @@ class ForeignStream(TrainStream):
     def _read_again(self, position: DataPosition, rank_state: dict[str, Any] | None) -> None:
         samples = self._samples_to_read(position, rank_state)
         self._begin_pass(position.epoch)
-        self._say_what_is_read_again(position, samples)
+        if self.dp_rank == 0:
+            logger.warning(
+                "Resuming reads %s again to get past them, since %s has no state of its position and random draws for "
+                "this number of ranks and batch size. A DistributedDataLoader starts anywhere at once.",
+                f"{position.batches} batches" if samples is None else f"{samples} samples",
+                type(self.source).__name__,
+            )
         batches = 0
         with preserved_random_state():
             self._iterator = self._open(0)
@@ -217,43 +214,31 @@ class ForeignStream(TrainStream):
                 if not read:
                     break
                 batches += 1
-                self._samples += 0 if self._count is None else self._count(read[0], self._batch_size)
+                self._samples += 0 if self.count is None else self.count(read[0], self._batch_size)
         self._is_exhausted = batches < position.batches if samples is None else self._samples < samples
         if samples is not None and self._samples != samples:
             raise DataError(
-                f"The run resumes after {samples} samples of this pass, and the training loader "
-                f"({type(self._source).__name__}) has no batch that begins there: its batches so far have "
-                f"{self._samples}. Give it the data and batch size it had, or use a DistributedDataLoader, which "
-                "starts at any sample."
+                f"The run resumes after {samples} samples of this pass, where no batch of the training loader "
+                f"({type(self.source).__name__}) begins: its batches so far have {self._samples}. Give it the data "
+                "and batch size it had, or use a DistributedDataLoader."
             )
         if rank_state is not None and samples is not None:
             self._is_exhausted = rank_state["is_exhausted"]
         self._position = DataPosition(position.epoch, 0, batches)
 
     def _samples_to_read(self, position: DataPosition, rank_state: dict[str, Any] | None) -> int | None:
-        if self._count is None:
+        if self.count is None:
             return None
         if rank_state is not None:
             return rank_state.get("samples") or None
-        share, rest = divmod(position.samples, self._dp_size)
+        share, rest = divmod(position.samples, self.dp_size)
         if rest:
             raise DataError(
-                f"The run resumes in the middle of a pass, after {position.samples} samples of all ranks, which "
-                f"dp_size={self._dp_size} data-parallel ranks cannot divide evenly, and only "
-                f"{type(self._source).__name__} knows which they were. Resume on the former number of ranks, or use a "
-                "DistributedDataLoader."
+                f"The run resumes after {position.samples} samples of a pass over {type(self.source).__name__}, which "
+                f"dp_size={self.dp_size} data-parallel ranks cannot divide evenly. Resume on the former number of "
+                "ranks, or use a DistributedDataLoader."
             )
         return share or None
-
-    def _say_what_is_read_again(self, position: DataPosition, samples: int | None) -> None:
-        if self._dp_rank == 0:
-            logger.warning(
-                "Resuming reads %s again to get past them, since %s has no state of its position and random draws for "
-                "this number of ranks and batch size. A DistributedDataLoader starts anywhere at once, as does a "
-                "loader with `state_dict` and `load_state_dict` that keeps its own random generator in them.",
-                f"{position.batches} batches" if samples is None else f"{samples} samples",
-                type(self._source).__name__,
-            )
 
 
 __all__ = ["DataPosition", "TrainStream", "Window", "loader_batch_size", "train_stream"]
@@ -369,15 +354,14 @@ class ShardStream(TrainStream):
         self._state = state
 
     def numbers_at(self, position: DataPosition) -> Mapping[str, float]:
-        ordered, marked = self.reader.ordered, self.reader.marked
-        if ordered is None:
+        if self.reader.ordered is None:
             return {}
         if position.epoch != self._position.epoch:
             return self._numbers_before
-        return ordered.numbers_at(position.samples, marked.newest(position.samples))
+        return self.reader.ordered.numbers_at(position.samples, self.reader.newest_mark(position.samples))
 
     def state_at(self, position: DataPosition) -> dict[str, Any] | None:
-        ordered, marked = self.reader.ordered, self.reader.marked
+        ordered = self.reader.ordered
         if ordered is None:
             return None
         if position.epoch != self._position.epoch:
@@ -385,7 +369,7 @@ class ShardStream(TrainStream):
             return self._state_before
         if self._iterator is None and self._state is not None:
             return self._state
-        return ordered.state_at(position.samples, marked.newest(position.samples))
+        return ordered.state_at(position.samples, self.reader.newest_mark(position.samples))
 
     def next_window(self) -> Window | None:
         position = self._position
@@ -411,22 +395,21 @@ class ShardStream(TrainStream):
         return Window(size, islice(self._iterator, size), samples, self._position, None, is_uneven, is_last, sizes)
 
     def _look_for_changes(self, ordered: OrderedDataset) -> None:
-        position, marked = self._position, self.reader.marked
+        samples, reader = self._position.samples, self.reader
         if self._iterator is not None:
-            marked.forget_before(position.samples)
+            reader.forget_marks_before(samples)
         else:
             self._note_what_was_asked(ordered)
             self._measure()  # a state that it begins with may say that a change was asked for
-            marked.marks.clear()
-        if ordered.may_change and ordered.changes_at(position.samples, marked.newest(position.samples)):
-            self._state = ordered.state_at(position.samples, marked.newest(position.samples))
+            reader.marks.clear()
+        if ordered.may_change and ordered.changes_at(samples, reader.newest_mark(samples)):
+            self._state = ordered.state_at(samples, reader.newest_mark(samples))
             self._iterator = None
 
     def _note_what_was_asked(self, ordered: OrderedDataset) -> None:
         """A change that was asked for after a pass had ended belongs to what is saved of its end."""
         if self._ended is not None and self._iterator is None and ordered.may_change:
-            marked = self.reader.marked
-            self._state_before = ordered.state_at(self._ended.samples, marked.newest(self._ended.samples))
+            self._state_before = ordered.state_at(self._ended.samples, self.reader.newest_mark(self._ended.samples))
 
     def indices(self, epoch: int, first: int, end: int) -> list[list[int]]:
         return self.reader.sampler.indices(epoch, first, end)
@@ -464,10 +447,8 @@ class ShardStream(TrainStream):
             if position.samples and position.length not in (None, self._length):
                 raise DataError(
                     f"The run resumes in the middle of a pass over {position.length} training samples, and the dataset "
-                    f"now has {self._length}, in another order. Give it the {position.length} it had, or "
-                    "resume from a checkpoint at the end of a pass. A dataset that changes from pass to pass must do "
-                    "so in its `set_epoch`, or in `pre_epoch` from `current_epoch`, so that a resumed run finds it as "
-                    "it was."
+                    f"now has {self._length}. Give it the {position.length} it had, or resume from the end of a pass. "
+                    "A dataset that changes must do so in its `set_epoch`, or in `pre_epoch` from `current_epoch`."
                 )
             if self._length != before or isinstance(dataset, EpochAware):
                 self.reader.dataset_changed()
@@ -481,8 +462,7 @@ class ShardStream(TrainStream):
         if (is_ordered and state is None and position.samples) or (not is_ordered and state is not None):
             raise DataError(
                 f"The checkpoint's data and the dataset ({type(self._loader.dataset).__name__}) are of two kinds: only "
-                "one of them decides its order itself. Give it the dataset it had, or start a new run from the "
-                "checkpoint's weights."
+                "one decides its order itself. Give it what it had, or start a new run from the checkpoint's weights."
             )
 
     def _pass_end(self, consumed: int) -> int:
@@ -498,15 +478,13 @@ class ShardStream(TrainStream):
         batch_size, dp_size = self._sharding.batch_size, self._sharding.dp_size
         if not self._drop_last:
             return DataError(
-                f"The training dataset has {self._length} samples, fewer than dp_size={dp_size} data-parallel ranks. "
-                "Use fewer ranks."
+                f"The training dataset has {self._length} samples, fewer than dp_size={dp_size}. Use fewer ranks."
             )
         accumulation = self.global_batch_size // self._sharding.chunk_size
         return DataError(
             f"The training dataset has {self._length} samples, fewer than one global batch of "
-            f"{self.global_batch_size} (batch_size={batch_size} x dp_size={dp_size} x accumulation={accumulation}), "
-            "and incomplete global batches are dropped. Lower one of the three, or use "
-            "DistributedDataLoader(drop_last=False)."
+            f"{self.global_batch_size} (batch_size={batch_size} x dp_size={dp_size} x accumulation={accumulation}). "
+            "Lower one of the three, or use DistributedDataLoader(drop_last=False)."
         )
 
 
@@ -519,7 +497,7 @@ def validation_batches(loader: object, *, dp_rank: int, dp_size: int, seed: int)
     Our and plain loaders are read whole and in the dataset's order, regardless of their `shuffle` and `drop_last`.
     Ranks may differ by a sample in their last batch, and some have one batch less, or none.
     """
-    distributed_loader = loader if isinstance(loader, DistributedDataLoader) else rebuild(loader, "validation")
+    distributed_loader = loader if isinstance(loader, DistributedDataLoader) else rebuild(loader)
     if distributed_loader is not None:
         return ShardValidation(distributed_loader, Sharding(distributed_loader.batch_size, dp_rank, dp_size), seed)
     source = foreign_iterable(loader, dp_size)
@@ -539,10 +517,8 @@ class ShardValidation:
     def __init__(self, loader: DistributedDataLoader, sharding: Sharding, seed: int) -> None:
         self._dataset = loader.dataset
         if len(loader.dataset) == ENDLESS:
-            raise DataError(
-                f"The validation dataset ({type(loader.dataset).__name__}) never ends. Give it a length, such as "
-                "Mixture(num_samples=...)."
-            )
+            name = type(loader.dataset).__name__
+            raise DataError(f"The validation dataset ({name}) never ends. Give it a length (Mixture(num_samples=...)).")
         self.reader = ShardReader(loader, sharding, seed=seed, shuffle=False)
 
     def __iter__(self) -> Iterator[Any]:

@@ -12,11 +12,11 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 from torch.utils.data import Dataset
 
 from dream_trainer.checks import check_count
 from dream_trainer.data.ordered import OrderedDataset
+from dream_trainer.data.sampler import random_order
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_cpu
 from dream_trainer.errors import DataError
 
@@ -124,14 +124,8 @@ class Shuffle(Transform):
 
     def over(self, items: Iterator[Item], calls: StageCalls) -> Iterator[Item]:
         while window := list(islice(items, self.window)):
-            for place in shuffled(len(window), calls.seed(window[0])):
+            for place in random_order(len(window), calls.seed(window[0])).tolist():
                 yield window[place]
-
-
-def shuffled(length: int, seed: int) -> list[int]:
-    generator = torch.Generator(device="cpu").manual_seed(seed)
-    order: list[int] = torch.randperm(length, generator=generator, device="cpu").tolist()
-    return order
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from multiprocessing import parent_process
 from multiprocessing.connection import wait
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from dream_trainer.compat.forked_start import sure_to_start
@@ -19,7 +20,6 @@ from dream_trainer.distributed.signals import TERMINATING, outlive_job, starting
 
 
 def as_it_is(batch: Any) -> Any:
-    """The `collate_fn` of a DataLoader whose dataset yields batches."""
     return batch
 
 
@@ -29,6 +29,12 @@ _OPTIONS = ("num_workers", "pin_memory", "prefetch_factor", "multiprocessing_con
 def worker_options(loader: Any) -> dict[str, Any]:
     """A loader's worker options, as arguments of a DataLoader."""
     return {name: getattr(loader, name) for name in _OPTIONS}
+
+
+def worker_loader(dataset: Any, loader: Any, generator: torch.Generator, **options: Any) -> DataLoader[Any]:
+    """A torch DataLoader over `dataset`, which yields batches, with the worker options of `loader`."""
+    own = worker_options(loader) | {"worker_init_fn": WorkerInit(loader.worker_init_fn)} | options
+    return DataLoader(dataset, collate_fn=as_it_is, generator=generator, **own)
 
 
 def started(loader: DataLoader[Any]) -> Iterator[Any]:

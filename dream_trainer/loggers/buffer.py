@@ -4,20 +4,16 @@ host, computes in float64 and crosses ranks once. Its two halves let the copy ru
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
-from typing_extensions import TypeIs
 
-from dream_trainer.compat.pytorch import reading_waits, write_count
+from dream_trainer.compat.pytorch import is_dtensor, reading_waits, write_count
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
     from dream_trainer.distributed.ranks import Ranks
 
 Reduction = Literal["mean", "sum", "min", "max", "last"]
@@ -227,16 +223,7 @@ def keep(name: str, value: Any) -> Scalar:
 
 def whole(value: Tensor) -> Tensor:
     """The global value of a DTensor, whose mesh's ranks all call it; anything else as it is."""
-    return value.full_tensor() if is_sharded(value) else value
-
-
-def is_sharded(value: object) -> TypeIs[DTensor]:
-    """Whether it is a DTensor. None exists unless its module was imported."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(value, DTensor)
+    return value.full_tensor() if is_dtensor(value) else value
 
 
 def _counted(mine: dict[str, tuple[str, Total]], world: Ranks) -> dict[str, tuple[str, Total]]:

@@ -169,14 +169,10 @@ class CSVLogger(Logger):
     Resumes as JSONLLogger does: rows of later steps are dropped; a run from nothing keeps an earlier file.
     """
 
-    def __init__(self) -> None:
-        self._path: Path | None = None
-        self._columns = list(Stamp._fields)
-        self._file: TextIO | None = None
+    _path: Path | None = None
 
     @override
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
-        self.close()
         run_dir.mkdir(parents=True, exist_ok=True)
         self._path = run_dir / "metrics.csv"
         self._columns = list(Stamp._fields)
@@ -189,27 +185,18 @@ class CSVLogger(Logger):
 
     @override
     def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
-        file, path = self._opened(self._file), self._opened(self._path)
+        path = self._opened(self._path)
         new = [name for name in metrics if name not in self._columns]
         if new:
             _, rows = _read_csv(path)
             self._columns += new
-            file = self._rewrite(path, rows)
-        file.write(_text(self._columns, [stamp._asdict() | metrics]))
-        file.flush()
+            self._rewrite(path, rows)
+        with path.open("a", encoding="utf-8", newline="") as file:
+            file.write(_text(self._columns, [stamp._asdict() | metrics]))
 
-    @override
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _rewrite(self, path: Path, rows: Iterable[dict[str, Any]]) -> TextIO:
-        self.close()
+    def _rewrite(self, path: Path, rows: Iterable[dict[str, Any]]) -> None:
         header = dict(zip(self._columns, self._columns, strict=True))
         replace_file(path, _text(self._columns, [header, *rows]))
-        self._file = path.open("a", encoding="utf-8", newline="")
-        return self._file
 
 
 def _text(columns: list[str], rows: Iterable[dict[str, Any]]) -> str:

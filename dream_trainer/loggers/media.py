@@ -13,7 +13,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from dream_trainer.loggers.buffer import is_sharded, whole
+from dream_trainer.compat.pytorch import is_dtensor
+from dream_trainer.loggers.buffer import whole
 
 if TYPE_CHECKING:
     from dream_trainer.distributed.ranks import Ranks
@@ -78,7 +79,7 @@ class MediaLog:
     def _gathered(self, name: str, value: Any) -> Tensor:
         """`value` as a plain tensor without gradient, on its device. A DTensor is gathered, by all ranks."""
         if isinstance(value, Tensor):
-            if self.world.forbidden is not None and is_sharded(value):
+            if self.world.forbidden is not None and is_dtensor(value):
                 self.world.refuse_if_forbidden()
             return whole(value.detach())
         pillow = sys.modules.get("PIL.Image")

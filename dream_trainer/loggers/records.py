@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -21,22 +22,17 @@ if TYPE_CHECKING:
 Logged = tuple[str, "Media", Stamp | None]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Record:
     """A line in the making."""
 
-    def __init__(
-        self,
-        *,
-        prefix: str = "",
-        media: list[Logged] | None = None,
-        media_stamp: Callable[[], Stamp | None] = lambda: None,
-        needs_weight: str = "",
-        is_own_line: bool = False,
-    ) -> None:
-        self.metrics = MetricBuffer()
-        self.weight: Scalar = 1.0
-        self.prefix, self.needs_weight, self.is_own_line = prefix, needs_weight, is_own_line
-        self.media, self._media_stamp = media, media_stamp
+    prefix: str = ""
+    media: list[Logged] | None = None
+    media_stamp: Callable[[], Stamp | None] = lambda: None
+    needs_weight: str = ""
+    is_own_line: bool = False
+    metrics: MetricBuffer = field(default_factory=MetricBuffer)
+    weight: Scalar = 1.0
 
     def add(self, name: str, value: Scalar, weight: Scalar | None, reduce: str) -> None:
         if weight is None and self.needs_weight and reduce == "mean":
@@ -49,7 +45,7 @@ class Record:
     def add_media(self, name: str, item: Media) -> None:
         if self.media is not None:
             name = self.prefix + name.removeprefix("val/") if self.prefix else name
-            self.media.append((name, item, self._media_stamp()))
+            self.media.append((name, item, self.media_stamp()))
 
     def _own_name(self, name: str) -> str:
         if self.prefix:

@@ -5,7 +5,7 @@ were not flushed."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -26,6 +26,7 @@ from dream_trainer.loggers.media import Media, MediaLog
 from dream_trainer.loggers.records import Record, Records, TrainingRecord
 from dream_trainer.loggers.stragglers import Stragglers
 
+Line = dict[str, float]
 _FAILED = object()
 
 
@@ -41,23 +42,19 @@ class LoggerGroup:
         self._report = report
         self._strict = strict
         self._open: list[Logger] = []
-        self._wait()
-
-    def _wait(self) -> None:
-        self.is_open = False
-        self.waits_early = any(each.is_open_early for each in self._loggers)
+        self.waiting = self._loggers[:]
 
     def open(
         self, run_dir: Path, config: Callable[[], dict[str, Any]], resumed_step: int | None, *, early: bool = False
     ) -> None:
         """Opens every logger, or with `early` those that the user's code may write to by itself."""
-        waiting = [each for each in self._loggers if each.is_open_early] if self.waits_early else []
-        self.waits_early = False
+        now = [each for each in self.waiting if each.is_open_early]
+        later = [each for each in self.waiting if not each.is_open_early]
         if not early:
-            self.is_open = True
-            waiting += [each for each in self._loggers if not each.is_open_early]
-        plain = config() if waiting else {}
-        for each in waiting:
+            now, later = now + later, []
+        self.waiting = later
+        plain = config() if now else {}
+        for each in now:
             if self._guarded(each, partial(each.open, run_dir, plain, resumed_step)) is not _FAILED:
                 self._open.append(each)
 
@@ -76,8 +73,7 @@ class LoggerGroup:
             )
 
     def close(self) -> None:
-        loggers, self._open = self._open, []
-        self._wait()
+        loggers, self._open, self.waiting = self._open, [], self._loggers[:]
         with ExitStack() as stack:
             for each in reversed(loggers):
                 stack.callback(self._guarded, each, each.close)
@@ -178,7 +174,8 @@ class RunLog:
         self._cadence = Cadence(steps=parameters.log_every_n_steps)
         self._world = Ranks.alone()
         self._loggers = LoggerGroup([], warn_once)  # with some on rank 0; opened when there is something to write
-        self.history = History(parameters.history_lines)
+        self.history: list[Line] = []
+        self._history_lines = parameters.history_lines
         self._flight: tuple[Flight, Stamp] | None = None  # a flush that is not read yet
         self._flushed_step = 0
         self._has_ended = False
@@ -198,20 +195,19 @@ class RunLog:
 
     # -- training
 
-    def batch_finished(self, result: Mapping[str, Any], weight: Scalar | None, size: int) -> bool:
-        """Takes a micro-batch's result; returns whether the loggers wait for a first number."""
+    def batch_finished(self, result: Mapping[str, Any], weight: Scalar | None, size: int) -> None:
+        """Takes a micro-batch's result; the first number opens the loggers."""
         training = self._training
         self._has_ended = False
         if result:
             training.metrics.add_result(result, size if weight is None else weight, "train/")
         if training.undecided:
             training.decide(weight)
-        if not self._loggers.is_open and training.metrics.has_values():
+        if self._loggers.waiting and training.metrics.has_values():
             self.open()
-        return not self._loggers.is_open
 
     def window_started(self) -> None:
-        if self._loggers.waits_early:
+        if self._loggers.waiting:
             self.open(early=True)
         self._training.window_started()
 
@@ -265,7 +261,7 @@ class RunLog:
 
     def validation_started(self, *, is_training: bool) -> None:
         """Forgets the unused media of an earlier validation: `evaluate` and `predict` write nothing."""
-        if is_training and self._loggers.waits_early:
+        if is_training and self._loggers.waiting:
             self.open(early=True)
         self._records.validation_media.clear()
 
@@ -302,6 +298,8 @@ class RunLog:
             self._coming_again.remove(set(metrics))
         else:
             self.history.append(stamp._asdict() | metrics)
+            if self._history_lines is not None:
+                del self.history[: -self._history_lines]
             self._opened().log(metrics, stamp)
         self._notify(metrics, stamp.step)
 
@@ -309,7 +307,7 @@ class RunLog:
         return list(takewhile(lambda line: line["step"] == step, reversed(self.history)))[::-1]
 
     def _opened(self) -> LoggerGroup:
-        if not self._loggers.is_open:
+        if self._loggers.waiting:
             self.open()
         return self._loggers
 
@@ -349,10 +347,10 @@ class RunLog:
         self._flight, self._has_ended = None, False
         self._resumed_step = self._saved_step = step = state["step"]
         self._flushed_step = state["flushed_step"]
-        self.history.replace([line for line in self.history if line["step"] <= step])
+        self.history[:] = [line for line in self.history if line["step"] <= step]
         path = self._run_dir / "metrics.jsonl"
         if not self.history and path.exists():
-            self.history.replace(read_jsonl(path, step))
+            self.history[:] = read_jsonl(path, step)[-(self._history_lines or 0) :]
         if state["pending"] is not None:
             self._training.metrics.load_state_dict(state["pending"], self._world)
         # The checkpoint may be another run's, which this one branches off from.
@@ -376,24 +374,3 @@ class RunLog:
     def _close_loggers(self) -> None:
         ended, self._loggers = self._loggers, LoggerGroup([], self._warn_once)
         ended.close()  # logs from here on are dropped
-
-
-Line = dict[str, float]
-
-
-class History(list[Line]):
-    """The last lines that were logged."""
-
-    def __init__(self, limit: int | None) -> None:
-        super().__init__()
-        self._limit = limit
-
-    def append(self, line: Line) -> None:
-        super().append(line)
-        if self._limit is not None and len(self) > self._limit:
-            del self[0]
-
-    def replace(self, lines: Iterable[Line]) -> None:
-        self.clear()
-        for line in lines:
-            self.append(line)

@@ -52,7 +52,6 @@ _BY_ELEMENT = (
     *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss, nn.KLDivLoss, nn.HingeEmbeddingLoss),
     *(nn.SoftMarginLoss, nn.MultiLabelSoftMarginLoss, nn.BCELoss, nn.BCEWithLogitsLoss),
 )
-_OF_CLASSES = (F.cross_entropy, F.nll_loss)
 IGNORED = -100  # target that PyTorch's losses of classes, and the models of Hugging Face, ignore
 
 
@@ -74,16 +73,15 @@ class Loss:
                 f"loss={type(given).__name__} has parameters, which nothing would train. Make it a part of the model, "
                 "which then returns its loss."
             )
-        of_classes = given if isinstance(given, nn.CrossEntropyLoss | nn.NLLLoss) else None
-        self.is_of_classes = given in _OF_CLASSES or of_classes is not None
-        self.ignore_index = IGNORED if of_classes is None else of_classes.ignore_index
+        of_classes = nn.CrossEntropyLoss() if given in (F.cross_entropy, F.nll_loss) else given
+        self._of_classes = of_classes if isinstance(of_classes, nn.CrossEntropyLoss | nn.NLLLoss) else None
+        self.is_of_classes = self._of_classes is not None
+        self.ignore_index = IGNORED if self._of_classes is None else self._of_classes.ignore_index
         if type(of_classes).__module__ != nn.CrossEntropyLoss.__module__ and "forward" in vars(type(of_classes)):
-            of_classes = None  # a forward of the user's may be a mean of something else
+            self._of_classes = None  # a forward of the user's may be a mean of something else
         self._function: LossFunction = given
-        self._of_classes = of_classes
         self._is_by_element = given in _BY_ELEMENT or type(given) in _BY_ELEMENT
-        self._is_mean_of_labels = given in _OF_CLASSES if of_classes is None else of_classes.reduction == "mean"
-        self._checks_classes = given in _OF_CLASSES or of_classes is not None  # at the first batch
+        self._checks_classes = self._of_classes is not None  # at the first batch
 
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
         if isinstance(targets, Tensor) and isinstance(outputs, Tensor):
@@ -96,19 +94,18 @@ class Loss:
     def labels_in(self, outputs: Any, targets: Any) -> Tensor | None:
         """The labels that the loss of a batch is a mean over, by the weights of their classes; None: its samples."""
         are_numbers = isinstance(outputs, Tensor) and isinstance(targets, Tensor) and outputs.shape != targets.shape
-        if not self._is_mean_of_labels or not are_numbers:
+        if self._of_classes is None or self._of_classes.reduction != "mean" or not are_numbers:
             return None
         counts: Tensor = targets != self.ignore_index
-        weight: Tensor | None = None if self._of_classes is None else self._of_classes.weight
+        weight: Tensor | None = self._of_classes.weight
         return counts.sum() if weight is None else (weight[targets.long() * counts] * counts).sum()
 
     def _fitting(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Whole numbers of any width as class numbers, or as numbers to compare with."""
         if targets.dim() == 0 or (self._is_by_element and outputs.shape != targets.shape):
             raise DataError(
-                f"the outputs are {shapes(outputs)} and the targets {shapes(targets)}. loss= takes those of a batch, "
-                "and compares element by element if they have one shape. Give targets[:, None], or batches instead of "
-                "samples."
+                f"the outputs are {shapes(outputs)} and the targets {shapes(targets)}, which loss= compares element by "
+                "element. Give targets[:, None], or batches instead of samples."
             )
         if self._is_by_element and not targets.is_floating_point() and outputs.is_floating_point():
             return targets.to(outputs.dtype)
@@ -121,8 +118,7 @@ class Loss:
             if counted.numel() and (counted.min() < 0 or counted.max() >= classes):
                 raise DataError(
                     f"the targets go from {int(counted.min())} to {int(counted.max())}, and the model's outputs have "
-                    f"{classes} classes. Count targets from 0 to {classes - 1}, or use {self.ignore_index} for those "
-                    "that do not count, or give the model more outputs."
+                    f"{classes} classes. Count targets from 0, or use {self.ignore_index} for those that do not count."
                 )
         return targets
 

@@ -63,7 +63,7 @@ class Failing(LiveLines):
 @pytest.mark.parametrize(
     ("reader", "message"),
     [
-        (Forgetful, "does not come back to where it was by its own state.*use the transforms Shuffle and Map"),
+        (Forgetful, "does not come back to where it was by its own state.*the transforms Shuffle and Map"),
         (Stateless, "Stateless cannot tell its position in its shard.*state_dict"),
         (Failing, r"sample 12 of shard \(2, 20\) cannot be read: OSError: the disk is gone"),
     ],
@@ -226,7 +226,7 @@ def test_a_stream_that_changed_is_refused_in_its_middle() -> None:
     (stream,) = open_lanes(LIVE, (1, 1, 0), lanes=4, turns=1)
     with pytest.raises(api.DataError, match=r"states of lanes \[0, 1, 2, 3\] are not known"):
         stream.seek(position, None)
-    with pytest.raises(api.DataError, match="after 9 samples, which is no multiple of the global batch of 8"):
+    with pytest.raises(api.DataError, match="after 9 samples, no multiple of the global batch of 8"):
         stream.seek(api.DataPosition(0, 9, 1), state)
 
 

@@ -127,7 +127,7 @@ def test_a_subclass_that_adds_only_a_constructor_is_dealt_with_all_that_it_sets(
         ("batch_size=0", lambda: DistributedDataLoader(DATA, 0)),
         ("0 samples", lambda: DistributedDataLoader(TensorDataset(torch.ones(0)), 2)),
         ("several ranks already", lambda: PerRankLoader(DistributedDataLoader(DATA, 2))),
-        ("must be an iterable of batches, and int is none", lambda: open_stream(PerRankLoader(3))),
+        ("int is no iterable of batches", lambda: open_stream(PerRankLoader(3))),
         (
             r"MyLoader cannot be dealt to dp_size=2.*own methods decide its samples",
             lambda: open_stream(MyLoader(DATA, 4), size=2),

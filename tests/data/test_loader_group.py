@@ -318,7 +318,7 @@ def test_what_cannot_work_is_named() -> None:
     [
         ({"text": [], "images": [numbers(2)[:]]}, 1, "'text': .*0 batches"),
         ({"text": api.DistributedDataLoader(numbers(3), 4)}, 1, "'text': .*3 samples, fewer than one global batch"),
-        ({"text": [numbers(2)[:]]}, 1, "'text': .*has 1 batches in a pass, fewer than one step of 2"),
+        ({"text": [numbers(2)[:]]}, 1, "'text': .*has 1 batches, fewer than one step of 2"),
         ({"text": Plain(4)}, 2, "'text': .*cannot be dealt to dp_size=2"),
         ({"text": api.PerRankLoader([1, 2])}, 2, "different numbers of batches of 'text'"),
     ],
@@ -349,12 +349,12 @@ def test_a_loader_that_fails_is_named_with_its_error() -> None:
     [
         (
             lambda: api.LoaderGroup({"text": ours(1, 1)["text"]}),
-            r"loaders \['text', 'images'\], and there are \['text'\]",
+            r"loaders \['text', 'images'\], not \['text'\]",
         ),
         (lambda: api.LoaderGroup(ours(1, 1), end="shortest"), "read by .*longest.*now by .*shortest"),
         (lambda: api.AlternatingLoaders(ours(1, 1)), "read by .*LoaderGroup.*now by .*AlternatingLoaders"),
         (lambda: api.LoaderGroup(ours(1, 1, text=48)), "'text': .*40 training samples, and the dataset now has 48"),
-        (lambda: ours(1, 1)["text"], r"loaders \['text', 'images'\], and this one has one loader"),
+        (lambda: ours(1, 1)["text"], r"loaders \['text', 'images'\], not over one loader"),
     ],
 )
 def test_other_loaders_do_not_go_on(now: Any, message: str) -> None:

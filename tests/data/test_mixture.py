@@ -215,7 +215,7 @@ def test_what_cannot_be_mixed_is_named() -> None:
         ),
         (
             DataError,
-            r"source 'a' \(range\) does not say how many tokens",
+            r"source 'a' \(range\) has no attribute `lengths`",
             lambda: Mixture({"a": range(3)}, unit="tokens"),
         ),
     ]

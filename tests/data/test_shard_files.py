@@ -135,7 +135,8 @@ def test_measured_lengths_make_a_source_of_tokens() -> None:
     named = [{"input_ids": sample} for sample in data]
     assert api.measure_lengths(named, field="input_ids", num_workers=1).tolist() == lengths.tolist()
     with pytest.raises(
-        api.DataError, match=r"sample 0 has no 'tokens', but 'input_ids'\. Name its token ids in field="
+        api.DataError,
+        match=r"sample 0 of list: DataError: no 'tokens', but \['input_ids'\]\. Name the token ids in field=",
     ):
         api.measure_lengths(named)
     mixture = api.Mixture({"data": api.WithLengths(data, lengths)}, unit="tokens")

@@ -96,9 +96,9 @@ def test_several_loaders_in_the_place_of_one_are_refused(several: Any, dp_size: 
 
 def test_of_a_dataset_without_samples_it_is_said_whose_it_is() -> None:
     empty = DataLoader(TensorDataset(torch.ones(0)))
-    with pytest.raises(DataError, match=r"The validation dataset \(TensorDataset\) has 0 samples\. Check its path"):
+    with pytest.raises(DataError, match=r"The dataset \(TensorDataset\) has 0 samples\. Check its path"):
         validation_batches(empty, dp_rank=0, dp_size=1, seed=0)
-    with pytest.raises(DataError, match=r"The training dataset \(TensorDataset\) has 0 samples\. Check its path"):
+    with pytest.raises(DataError, match=r"The dataset \(TensorDataset\) has 0 samples\. Check its path"):
         train_stream(empty, accumulation=1, dp_rank=0, dp_size=1, seed=0)
     with pytest.raises(DataError, match=r"The training loader \(list\) has 0 batches"):
         train_stream([], accumulation=1, dp_rank=0, dp_size=1, seed=0)

@@ -33,7 +33,7 @@ def misuse(trainer: Any) -> None:
         trainer.evaluate()
     with pytest.raises(api.HookError, match="predict_step"):
         trainer.predict(batches(1))
-    with pytest.raises(api.DataError, match="must be an iterable of batches"):
+    with pytest.raises(api.DataError, match="is no iterable of batches"):
         trainer.evaluate(NoBatches())
 
 

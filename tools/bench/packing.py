@@ -124,7 +124,7 @@ def main() -> None:
     num_rows = options.batch_size * options.batches
     made = [rows[position] for position in range(min(num_rows, 1024))]
     full = sum(int((row["documents"] >= 0).sum()) for row in made) / (len(made) * options.row_length)
-    print(f"mixture of {len(MEDIANS)} sources, {rows.block_size} documents a block: rows {full:.2%} full")
+    print(f"mixture of {len(MEDIANS)} sources, {rows.documents_per_block} documents a block: rows {full:.2%} full")
     for workers in (0, 2):
         found = [
             compare(rows, Ready(made, 2 * num_rows), options.batch_size, workers, options.batches)

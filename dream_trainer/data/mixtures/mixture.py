@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
@@ -25,7 +25,6 @@ from dream_trainer.data.mixtures.mixture_order import (
     Weights,
     check_stages,
     checked_weights,
-    draw_numbers,
     segments,
     weights_by_position,
 )
@@ -60,6 +59,7 @@ class _Plan:
     draws: list[Draw]
 
 
+@dataclass(eq=False, repr=False)
 class Mixture(OrderedDataset):
     """Samples of several sources, drawn by weights, each source in its own random order.
 
@@ -97,42 +97,34 @@ class Mixture(OrderedDataset):
         ```
     """
 
-    def __init__(
-        self,
-        sources: Mapping[str, Any],
-        weights: Weights | None = None,
-        *,
-        unit: Literal["samples", "tokens"] = "samples",
-        stages: Sequence[Stage] = (),
-        max_epochs: Mapping[str, float] | None = None,
-        num_samples: int | None = None,
-        seed: int | None = None,
-        on_change: Literal["refuse", "continue"] = "refuse",
-    ) -> None:
-        self.sources = dict(sources)
-        self.names = list(self.sources)
+    sources: Mapping[str, Any]
+    weights: Weights | None = None
+    _: KW_ONLY
+    unit: Literal["samples", "tokens"] = "samples"
+    stages: Sequence[Stage] = ()
+    max_epochs: Mapping[str, float] | None = None
+    num_samples: int | None = None
+    seed: int | None = None
+    on_change: Literal["refuse", "continue"] = "refuse"
+
+    def __post_init__(self) -> None:
+        self.sources, self.stages = dict(self.sources), tuple(self.stages)
+        self.names = names = list(self.sources)
         _check_sources(self.sources)
         self._lengths = [len(source) for source in self.sources.values()]
-        self._means = mean_lengths(self.sources) if unit == "tokens" else None
-        self._weights = checked_weights(dict.fromkeys(self.names, 1) if weights is None else weights, self.names)
-        self._stages = list(stages)
-        self._max_epochs = dict(max_epochs or {})
-        self._num_samples = num_samples
-        self._own_seed, self._run_seed = seed, 0
-        self._on_change = on_change
-        self._unit = unit
-        check_choice("unit", unit, ("samples", "tokens"))
-        check_choice("on_change", on_change, ("refuse", "continue"))
-        if num_samples is not None:
-            check_integer("num_samples", num_samples, minimum=1)
-        check_stages(self._stages, self.names)
+        self._means = mean_lengths(self.sources) if self.unit == "tokens" else None
+        self._weights = checked_weights(dict.fromkeys(names, 1) if self.weights is None else self.weights, names)
+        self._max_epochs = dict(self.max_epochs or {})
+        self._run_seed = 0
+        check_choice("unit", self.unit, ("samples", "tokens"))
+        check_choice("on_change", self.on_change, ("refuse", "continue"))
+        if self.num_samples is not None:
+            check_integer("num_samples", self.num_samples, minimum=1)
+        check_stages(self.stages, self.names)
         for name, epochs in self._max_epochs.items():
             refuse(name not in self.names, f"max_epochs has {name!r}, and the sources are {self.names}.")
             if not 0 < epochs < math.inf:
-                raise ConfigError(
-                    f"max_epochs[{name!r}]={epochs} is not positive and finite. Leave the source out, or have no limit "
-                    "for it."
-                )
+                raise ConfigError(f"max_epochs[{name!r}]={epochs} is not positive and finite. Leave the source out.")
         self._changes: list[tuple[int, dict[str, float]]] = []
         self._asked: dict[str, float] | None = None
         self._origin = 0
@@ -190,7 +182,7 @@ class Mixture(OrderedDataset):
         """Samples and epochs of each source before a position of this pass, in the whole run."""
         virtual = min(position + self._offset, self._end)
         segment = self._segment_of(max(virtual - 1, self._origin))
-        counts = segment.drawn_before(virtual, self.seed)
+        counts = segment.drawn_before(virtual, self._order_seed)
         return {
             name: Drawn(count, count / length)
             for name, count, length in zip(self.names, counts, self._lengths, strict=True)
@@ -241,9 +233,9 @@ class Mixture(OrderedDataset):
         self._begins_pass = state is None
         if state is not None:
             self._take(state)
-        elif self._num_samples is None:
+        elif self.num_samples is None:
             # The whole mixture again: with its stages, or with the weights that were set last.
-            last = [] if self._stages else [(0, weights) for _, weights in self._changes[-1:]]
+            last = [] if self.stages else [(0, weights) for _, weights in self._changes[-1:]]
             self._forget_the_past(last)
         self._compile()
 
@@ -270,12 +262,12 @@ class Mixture(OrderedDataset):
         return {
             "sources": dict(zip(self.names, self._lengths, strict=True)),
             "weights": dict(self._weights),
-            "stages": [[stage.at, dict(stage.weights), stage.ramp] for stage in self._stages],
-            "unit": self._unit,
+            "stages": [[stage.at, dict(stage.weights), stage.ramp] for stage in self.stages],
+            "unit": self.unit,
             "mean_tokens": self._means,
             "max_epochs": dict(self._max_epochs),
-            "num_samples": self._num_samples,
-            "seed": self._own_seed,
+            "num_samples": self.num_samples,
+            "seed": self.seed,
         }
 
     def _take(self, state: dict[str, Any]) -> None:
@@ -291,7 +283,7 @@ class Mixture(OrderedDataset):
             return
         differences = [f"{key} was {before.get(key)}, and is {now[key]}" for key in changed]
         told = "; ".join(differences) or "its sources were in another order"
-        if self._on_change == "refuse" or "num_samples" in changed:
+        if self.on_change == "refuse" or "num_samples" in changed:
             raise DataError(
                 f"the checkpoint is of another mixture ({told}). Give it what it had; or, except for num_samples, "
                 'Mixture(..., on_change="continue") to continue with this mixture from that position.'
@@ -316,26 +308,26 @@ class Mixture(OrderedDataset):
 
     def _compile(self) -> None:
         """Lays out the segments; positions here are those of the whole run, or of the pass without num_samples."""
-        self.seed = self._run_seed if self._own_seed is None else self._own_seed
-        if self._num_samples is None and self._epoch:
-            self.seed = hash_seed(b"pass", self.seed, self._epoch)
+        self._order_seed = self._run_seed if self.seed is None else self.seed
+        if self.num_samples is None and self._epoch:
+            self._order_seed = hash_seed(b"pass", self._order_seed, self._epoch)
         limits = [
             None if name not in self._max_epochs else int(self._max_epochs[name] * length)
             for name, length in zip(self.names, self._lengths, strict=True)
         ]
-        weights = weights_by_position(self._weights, self._stages, self._changes, self._means, self._origin)
-        of = self.seed, limits
+        weights = weights_by_position(self._weights, self.stages, self._changes, self._means, self._origin)
+        of = self._order_seed, limits
         known = self._segments if of == self._segments_of else []
-        self._segments, self._end = segments(weights, self._drawn_before, limits, ENDLESS, self.seed, known)
+        self._segments, self._end = segments(weights, self._drawn_before, limits, ENDLESS, self._order_seed, known)
         self._segments_of = of
         self._orders = [
-            IndexPermutation(length, hash_seed(b"mixture" + name.encode(), self.seed))
+            IndexPermutation(length, hash_seed(b"mixture" + name.encode(), self._order_seed))
             for name, length in zip(self.names, self._lengths, strict=True)
         ]
         self._plan = _Plan(0, 0, np.empty(0, np.int64), np.empty(0, np.int64), [])
         self._plans: dict[int, _Plan] = {}
-        self._offset = self._epoch * (self._num_samples or 0)
-        self._length = min(self._num_samples or ENDLESS, self._end - self._offset)
+        self._offset = self._epoch * (self.num_samples or 0)
+        self._length = min(self.num_samples or ENDLESS, self._end - self._offset)
         if self._length <= 0:
             raise DataError(
                 f"max_epochs={self._max_epochs} lets {self._end} samples of the mixture be drawn, and pass "
@@ -361,12 +353,12 @@ class Mixture(OrderedDataset):
         return found
 
     def _make_plan(self, segment: Segment, block: int) -> _Plan:
-        chosen = segment.sources(block, self.seed)
-        numbers = draw_numbers(chosen, segment.drawn_before_block(block))
-        indices, epochs = np.empty_like(numbers), np.empty_like(numbers)
-        for source, (length, order) in enumerate(zip(self._lengths, self._orders, strict=True)):
+        chosen = segment.sources(block, self._order_seed)
+        drawn = segment.drawn_before_block(block)
+        indices, epochs = np.empty_like(chosen), np.empty_like(chosen)
+        for source, (length, order, before) in enumerate(zip(self._lengths, self._orders, drawn, strict=True)):
             slots = np.flatnonzero(chosen == source)
-            epochs[slots], places = np.divmod(numbers[slots], length)
+            epochs[slots], places = np.divmod(np.arange(before, before + len(slots)), length)
             indices[slots] = order(places, epochs[slots])
         first = segment.first + block * BLOCK
         following = [later.first for later in self._segments if later.first > segment.first]
@@ -392,10 +384,8 @@ def _check_sources(sources: Mapping[str, Any]) -> None:
     for name, source in sources.items():
         if isinstance(source, IterableDataset | OrderedDataset) or not isinstance(source, Sized):
             raise DataError(
-                f"source {name!r} ({type(source).__name__}) has no samples by number that a mixture could choose from. "
-                "Give a map-style dataset, with `__len__` and `__getitem__`."
+                f"source {name!r} ({type(source).__name__}) has no samples by number. Give a map-style dataset, with "
+                "`__len__` and `__getitem__`."
             )
-        if len(source) == 0:
-            raise DataError(
-                f"source {name!r} ({type(source).__name__}) has 0 samples. Check its path, split and filters."
-            )
+        is_empty = len(source) == 0
+        refuse(is_empty, f"source {name!r} ({type(source).__name__}) has 0 samples. Check its path.", DataError)

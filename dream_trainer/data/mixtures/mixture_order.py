@@ -290,12 +290,3 @@ def offsets_below(count: int, limit: int) -> int:
 def _reversed_bits(number: int) -> int:
     """Van der Corput's offset of a block, in 2**-64."""
     return int(f"{number:0{_BITS}b}"[::-1], 2)
-
-
-def draw_numbers(sources: Integers, drawn: Sequence[int]) -> Integers:
-    """The number of each slot's draw among those of its source, given how often each was drawn before."""
-    numbers: npt.NDArray[np.int64] = np.empty(len(sources), dtype=np.int64)
-    for source, before in enumerate(drawn):
-        slots = np.flatnonzero(sources == source)
-        numbers[slots] = np.arange(before, before + len(slots))
-    return numbers

@@ -7,9 +7,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from dream_trainer.checks import check_count, refuse
 from dream_trainer.data.ordered import ENDLESS, OrderedDataset
 from dream_trainer.data.sample_count import IGNORED as IGNORED
+from dream_trainer.data.sampler import random_order
 from dream_trainer.distributed.seeds import hash_seed
 from dream_trainer.errors import DataError
 
@@ -144,37 +145,36 @@ class _Block:
         return self.first_row + self.plan.num_rows
 
 
+@dataclass(eq=False, repr=False)
 class DocumentRows(OrderedDataset):
     """Rows of documents' tokens; a mapping's `weights` say how much predicting each token counts."""
 
-    def __init__(
-        self,
-        documents: OrderedDataset,
-        row_length: int,
-        *,
-        block_size: int | None,
-        pad_id: int,
-        field: str,
-        vocabulary_size: int | None,
-    ) -> None:
-        _check_documents(documents)
-        check_count("row_length", row_length, hint="Give the number of tokens in a row.")
-        if block_size is not None:
-            check_count("block_size", block_size, hint="Give the number of documents whose rows are made together.")
-        last = (torch.iinfo(torch.int64).max if vocabulary_size is None else vocabulary_size) - 1
-        if not isinstance(pad_id, int) or not 0 <= pad_id <= last:
-            raise DataError(f"pad_id={pad_id!r} is no token id. Give one from 0 to {last}; no label ever is padding.")
-        self.pad_id = pad_id
-        self.field = field
-        self.vocabulary_size = vocabulary_size
-        self.documents = documents
-        self.row_length = row_length
-        self._given_block_size = block_size
+    documents: OrderedDataset
+    row_length: int
+    _: KW_ONLY
+    pad_id: int = 0
+    block_size: int | None = None
+    field: str = "tokens"
+    vocabulary_size: int | None = None
+
+    _own_option: ClassVar[str]  # which decides each row's tokens, besides the documents and the shared options
+
+    def __post_init__(self) -> None:
+        _check_documents(self.documents)
+        check_count("row_length", self.row_length, hint="Give the number of tokens in a row.")
+        if self.block_size is not None:
+            hint = "Give the number of documents whose rows are made together."
+            check_count("block_size", self.block_size, hint=hint)
+        last = (torch.iinfo(torch.int64).max if self.vocabulary_size is None else self.vocabulary_size) - 1
+        if not isinstance(self.pad_id, int) or not 0 <= self.pad_id <= last:
+            raise DataError(
+                f"pad_id={self.pad_id!r} is no token id. Give one from 0 to {last}; no label ever is padding."
+            )
         self._seed = self._epoch = 0
         self._counted: tuple[Any, list[int]] | None = None
         self._state: dict[str, Any] | None = None
         self._anchor: tuple[int, int] | None = None
-        self._block_size: int | None = None
+        self._per_block: int | None = None
         self._block: _Block | None = None
 
     @property
@@ -184,11 +184,6 @@ class DocumentRows(OrderedDataset):
     @property
     def may_change(self) -> bool:
         return self.documents.may_change
-
-    @property
-    @abstractmethod
-    def _kind(self) -> dict[str, Any]:
-        """Options of this kind that decide each row's tokens, besides the documents and the shared options."""
 
     @abstractmethod
     def _pack(self, lengths: NDArray[Any]) -> RowPlan:
@@ -208,7 +203,7 @@ class DocumentRows(OrderedDataset):
         self.documents.begin(seed, None if state is None else state["documents"])
         self._seed, self._epoch = seed, 0
         self._state, self._anchor, self._block = state, None, None
-        self._block_size = None if state is None else state["block_size"]
+        self._per_block = None if state is None else state["block_size"]
 
     def set_epoch(self, epoch: int) -> None:
         self.documents.set_epoch(epoch)
@@ -220,7 +215,7 @@ class DocumentRows(OrderedDataset):
         begun = self._begun(position, mark)
         return {
             "rows": self._rows,
-            "block_size": self.block_size,
+            "block_size": self.documents_per_block,
             "block": number,
             "first_row": first_row,
             "position": position,
@@ -240,18 +235,18 @@ class DocumentRows(OrderedDataset):
 
     def numbers_at(self, position: int, mark: Any = None) -> Mapping[str, float]:
         number, first_row = self._anchor_at(position, mark)
-        document = number * self.block_size
+        document = number * self.documents_per_block
         if mark is not None:
             share = (position - first_row) / mark[2] if number == mark[0] else 0.0
-            of_block = min(self.block_size, len(self.documents) - document)
+            of_block = min(self.documents_per_block, len(self.documents) - document)
             document += round(share * of_block)
         return self.documents.numbers_at(document)
 
     @property
-    def block_size(self) -> int:
-        if self._block_size is None:
-            self._block_size = self._given_block_size or self._fitting_block_size()
-        return self._block_size
+    def documents_per_block(self) -> int:
+        if self._per_block is None:
+            self._per_block = self.block_size or self._fitting_block_size()
+        return self._per_block
 
     @property
     def _is_endless(self) -> bool:
@@ -262,8 +257,8 @@ class DocumentRows(OrderedDataset):
         return {
             "kind": type(self).__name__,
             "row_length": self.row_length,
-            "block_size": self._given_block_size,
-            **self._kind,
+            "block_size": self.block_size,
+            self._own_option: vars(self)[self._own_option],
         }
 
     def _start(self) -> tuple[int, int]:
@@ -272,10 +267,10 @@ class DocumentRows(OrderedDataset):
             state = self._state
             if state is None:
                 self._anchor = 0, 0
-            elif state["block"] * self.block_size >= self.documents.first_position:
+            elif state["block"] * self.documents_per_block >= self.documents.first_position:
                 self._anchor = state["block"], state["first_row"]
             else:  # other documents come now: of the block that was begun no more can be read
-                self._anchor = -(-state["begun"] // self.block_size), state["position"]
+                self._anchor = -(-state["begun"] // self.documents_per_block), state["position"]
         return self._anchor
 
     def _anchor_at(self, position: int, mark: Any) -> tuple[int, int]:
@@ -288,11 +283,11 @@ class DocumentRows(OrderedDataset):
     def _begun(self, position: int, mark: Any) -> int:
         """Documents of the blocks that were begun before `position`."""
         if mark is not None and mark[1] < position < mark[1] + mark[2]:
-            return int(mark[0] + 1) * self.block_size
+            return int(mark[0] + 1) * self.documents_per_block
         if not self._is_endless and position >= len(self):
             return len(self.documents)
         block = self._block_at(position)
-        return (block.number + (block.first_row < position)) * self.block_size
+        return (block.number + (block.first_row < position)) * self.documents_per_block
 
     def _block_at(self, position: int) -> _Block:
         block = self._block
@@ -312,12 +307,12 @@ class DocumentRows(OrderedDataset):
             return self._load_block(number + found, first_rows[found])
         if self._block is not None and self._block.end <= position:
             number, first_row = self._block.number + 1, self._block.end
-        num_empty = 0
+        num_empty, size = 0, self.documents_per_block
         while (block := self._load_block(number, first_row)).end <= position:
             num_empty = 0 if block.plan.num_rows else num_empty + 1
             if num_empty == _EMPTY_BLOCKS:
                 raise DataError(
-                    f"The {_EMPTY_BLOCKS * self.block_size} documents up to position {(number + 1) * self.block_size} "
+                    f"The {_EMPTY_BLOCKS * size} documents up to position {(number + 1) * size} "
                     "have no token. Look at their source, or at the lengths it tells."
                 )
             number, first_row = number + 1, block.end
@@ -336,7 +331,7 @@ class DocumentRows(OrderedDataset):
 
     def _plan(self, number: int, lengths: NDArray[Any]) -> tuple[list[int], list[RowPlan]]:
         """The parts of a block: the first document of each, and its rows."""
-        first = number * self.block_size
+        first = number * self.documents_per_block
         tokens = np.cumsum(lengths)
         firsts = [0]
         for position in self.documents.stages_within(first, first + len(lengths)):
@@ -350,26 +345,25 @@ class DocumentRows(OrderedDataset):
     def _first_rows(self) -> list[int]:
         """Positions of the first row of each block from the anchor on, and of the pass's end."""
         number, first_row = self._start()
-        documents = len(self.documents), self.documents.state_at(number * self.block_size)
-        of = self._seed, self._epoch, self.block_size, number, first_row, documents
+        documents = len(self.documents), self.documents.state_at(number * self.documents_per_block)
+        of = self._seed, self._epoch, self.documents_per_block, number, first_row, documents
         if self._counted is None or self._counted[0] != of:
-            num_blocks = -(-len(self.documents) // self.block_size)
+            num_blocks = -(-len(self.documents) // self.documents_per_block)
             blocks = (self._plan(block, self._lengths(block))[1] for block in range(number, num_blocks))
             counts = (sum(plan.num_rows for plan in plans) for plans in blocks)
             self._counted = of, list(accumulate(counts, initial=first_row))
         return self._counted[1]
 
     def _lengths(self, block: int) -> NDArray[Any]:
-        first = block * self.block_size
-        last = min(first + self.block_size, len(self.documents))
+        first = block * self.documents_per_block
+        last = min(first + self.documents_per_block, len(self.documents))
         documents: Any = self.documents
         lengths: NDArray[Any] = np.asarray(documents.lengths(first, last))
         are_counts = lengths.shape == (last - first,) and lengths.dtype.kind in "iu" and lengths.min(initial=0) >= 0
         if not are_counts:
             raise DataError(
                 f"lengths({first}, {last}) of the documents ({type(self.documents).__name__}) gave {lengths.dtype} of "
-                f"shape {lengths.shape}, from {lengths.min(initial=0)} on. It has to give one integer of 0 or more for "
-                f"each of these {last - first} positions."
+                f"shape {lengths.shape}, from {lengths.min(initial=0)} on, not {last - first} integers of 0 or more."
             )
         return lengths
 
@@ -393,9 +387,8 @@ class DocumentRows(OrderedDataset):
         ]
         if other:
             raise DataError(
-                f"The run resumes with rows made in another way: {', '.join(other)}. The consumed rows then do not "
-                "tell which documents were consumed. Make them as before, or start a new run from the "
-                "checkpoint's weights."
+                f"The run resumes with rows made in another way: {', '.join(other)}. Make them as before, or start a "
+                "new run from the checkpoint's weights."
             )
 
     def _build_row(self, position: int, room: int | None) -> dict[str, Tensor]:
@@ -409,7 +402,7 @@ class DocumentRows(OrderedDataset):
         weights = np.zeros(room or length, dtype=np.float32)
         at = 0
         for document, start, size in pieces:
-            ids, counts = self._load(block.number * self.block_size + document, int(block.lengths[document]))
+            ids, counts = self._load(block.number * self.documents_per_block + document, int(block.lengths[document]))
             tokens[at : at + size] = ids[start : start + size]
             num_labels = min(size, len(ids) - 1 - start)  # a document's last token predicts nothing
             labels[at : at + num_labels] = ids[start + 1 : start + 1 + num_labels]
@@ -458,30 +451,21 @@ class DocumentRows(OrderedDataset):
         return ids, None if weights is None else weights[1:]
 
 
-def block_order(seed: int, num_rows: int) -> NDArray[np.int64]:
-    generator = torch.Generator(device="cpu")
-    generator.manual_seed(seed)
-    return torch.randperm(num_rows, generator=generator, device="cpu").numpy()
-
-
 def _check_documents(documents: object) -> None:
     name = type(documents).__name__
     if not isinstance(documents, OrderedDataset):
-        raise DataError(
-            f"Rows are made of documents that have an order, and {name} has none. Give "
-            'Mixture({"name": documents}), also of a single source.'
-        )
+        raise DataError(f'{name} has no order, which rows need. Give Mixture({{"name": documents}}).')
     if not isinstance(documents, HasLengths):
         raise DataError(
-            f"Rows are planned by the lengths of documents before one is loaded, and {name} has no "
-            "`lengths(first, last)`. Write the documents into token files (`dream-trainer data tokenize`), or give "
-            "each source its lengths."
+            f"{name} has no `lengths(first, last)`, by which rows are planned. Write the documents into token files "
+            "(`dream-trainer data tokenize`), or give each source its lengths."
         )
     if len(documents) == 0:
         raise DataError(f"The documents ({name}) are none: their length is 0. Check their path, split and filters.")
     documents.lengths(0, 1)  # which names a source that says none
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class PackedRows(DocumentRows):
     """Documents packed into rows of `row_length` tokens, in independent blocks.
 
@@ -511,39 +495,27 @@ class PackedRows(DocumentRows):
             Its token ids are outside the vocabulary, or its weights negative.
     """
 
-    def __init__(
-        self,
-        documents: OrderedDataset,
-        row_length: int,
-        *,
-        method: Literal["best_fit", "concatenate"] = "best_fit",
-        pad_id: int = 0,
-        block_size: int | None = None,
-        field: str = "tokens",
-        vocabulary_size: int | None = None,
-    ) -> None:
-        if method not in _PACKERS:
-            raise DataError(f"method={method!r} is unknown. Use {' or '.join(map(repr, _PACKERS))}.")
-        super().__init__(
-            documents, row_length, block_size=block_size, pad_id=pad_id, field=field, vocabulary_size=vocabulary_size
-        )
-        self.method = method
+    method: Literal["best_fit", "concatenate"] = "best_fit"
+
+    _own_option = "method"
+
+    def __post_init__(self) -> None:
+        if self.method not in _PACKERS:
+            raise DataError(f"method={self.method!r} is unknown. Use {' or '.join(map(repr, _PACKERS))}.")
+        super().__post_init__()
 
     def __getitem__(self, position: int) -> dict[str, Tensor]:
         return self._build_row(position, self.row_length)
-
-    @property
-    def _kind(self) -> dict[str, Any]:
-        return {"method": self.method}
 
     def _pack(self, lengths: NDArray[Any]) -> RowPlan:
         return _PACKERS[self.method](lengths, self.row_length)
 
     def _arrange(self, plan: RowPlan, first_row: int, seed: int) -> NDArray[np.int64]:
         # Best fit puts the pieces of long documents first, and what was left over last.
-        return block_order(seed, plan.num_rows)
+        return random_order(plan.num_rows, seed).numpy()
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class PaddedRows(DocumentRows):
     """One row per document, ordered so that a global batch holds rows of like length.
 
@@ -563,30 +535,17 @@ class PaddedRows(DocumentRows):
         DataError: As `PackedRows`; or `bucket_size` or `multiple_of` is not positive.
     """
 
-    def __init__(
-        self,
-        documents: OrderedDataset,
-        row_length: int,
-        *,
-        bucket_size: int,
-        pad_id: int = 0,
-        block_size: int | None = None,
-        multiple_of: int = 1,
-        field: str = "tokens",
-        vocabulary_size: int | None = None,
-    ) -> None:
-        check_count("bucket_size", bucket_size, hint="Give the samples of one optimizer step.")
-        check_count("multiple_of", multiple_of, hint="Give 1 for any length.")
-        super().__init__(
-            documents,
-            row_length,
-            block_size=64 * bucket_size if block_size is None else block_size,
-            pad_id=pad_id,
-            field=field,
-            vocabulary_size=vocabulary_size,
-        )
-        self.bucket_size = bucket_size
-        self.multiple_of = multiple_of
+    bucket_size: int
+    multiple_of: int = 1
+
+    _own_option = "bucket_size"
+
+    def __post_init__(self) -> None:
+        check_count("bucket_size", self.bucket_size, hint="Give the samples of one optimizer step.")
+        check_count("multiple_of", self.multiple_of, hint="Give 1 for any length.")
+        if self.block_size is None:
+            self.block_size = 64 * self.bucket_size
+        super().__post_init__()
 
     def __getitem__(self, position: int) -> dict[str, Tensor]:
         return self._build_row(position, None)
@@ -602,10 +561,6 @@ class PaddedRows(DocumentRows):
                 batch[name][number, : len(values)] = values
         return batch
 
-    @property
-    def _kind(self) -> dict[str, Any]:
-        return {"bucket_size": self.bucket_size}
-
     def _pack(self, lengths: NDArray[Any]) -> RowPlan:
         return pack_one_by_one(lengths, self.row_length)
 
@@ -616,4 +571,6 @@ class PaddedRows(DocumentRows):
         num_buckets, num_last = divmod(plan.num_rows - num_first, self.bucket_size)
         whole = np.arange(num_buckets * self.bucket_size).reshape(num_buckets, self.bucket_size)
         short = np.arange(whole.size, plan.num_rows)
-        return np.concatenate((short[num_last:], whole[block_order(seed, num_buckets)].ravel(), short[:num_last]))
+        return np.concatenate(
+            (short[num_last:], whole[random_order(num_buckets, seed).numpy()].ravel(), short[:num_last])
+        )

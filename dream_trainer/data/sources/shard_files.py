@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from dream_trainer.checks import refuse
 from dream_trainer.data.sources.stream_sources import Paths, find_files, tar_samples
 from dream_trainer.data.sources.token_file import located
+from dream_trainer.data.transforms import Map, TransformedDataset
 from dream_trainer.errors import DataError
 
 
@@ -220,35 +222,23 @@ def measure_lengths(
     Raises:
         DataError: A sample is a mapping without `field`.
     """
-    measured = DataLoader(_Measure(dataset, field, length), batch_size=None, num_workers=num_workers)
+    lengths = TransformedDataset(dataset, [Map(length or partial(_length, field))])
+    measured = DataLoader(lengths, batch_size=None, num_workers=num_workers)
     return np.fromiter((int(value) for value in measured), dtype=np.int64, count=len(dataset))
 
 
-class _Measure(Dataset[int]):
-    def __init__(self, dataset: Any, field: str, length: Callable[[Any], int] | None) -> None:
-        self.dataset, self.field, self.length = dataset, field, length
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> int:
-        sample = self.dataset[index]
-        if self.length is not None:
-            return int(self.length(sample))
-        if not isinstance(sample, Mapping):
-            return len(sample)
-        if self.field not in sample:
-            there = ", ".join(map(repr, sample))
-            raise DataError(f"sample {index} has no {self.field!r}, but {there}. Name its token ids in field=.")
-        return len(sample[self.field])
+def _length(field: str, sample: Any) -> int:
+    if not isinstance(sample, Mapping):
+        return len(sample)
+    refuse(field not in sample, f"no {field!r}, but {[*sample]}. Name the token ids in field=", DataError)
+    return len(sample[field])
 
 
 def lengths_of(source: Any, name: str) -> Any:
     if not isinstance(source, Measured):
         raise DataError(
-            f"source {name!r} ({type(source).__name__}) does not say how many tokens its samples have: it needs an "
-            "attribute `lengths`. Write it with `dream-trainer data tokenize`, or use WithLengths(source, "
-            "measure_lengths(source))."
+            f"source {name!r} ({type(source).__name__}) has no attribute `lengths`, the tokens of each sample. Use "
+            "WithLengths(source, measure_lengths(source)), or `dream-trainer data tokenize`."
         )
     return source.lengths
 

@@ -7,24 +7,14 @@ import re
 import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol, runtime_checkable
+from typing import Any, BinaryIO, NamedTuple
 
 from dream_trainer.checks import refuse
 from dream_trainer.errors import DataError
 
 Paths = str | Path | Sequence[str | Path]
-
-
-@runtime_checkable
-class StatefulIterable(Protocol):
-    """Reads one shard; `load_state_dict` is called before the iterator that continues there begins."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
 class ShardedSource(ABC):
@@ -38,7 +28,8 @@ class ShardedSource(ABC):
 
     @abstractmethod
     def open(self, shard: int) -> Any:
-        """A new StatefulIterable over one shard, from its beginning. Its `set_epoch`, if any, is called."""
+        """A new iterable over one shard, from its beginning, with `state_dict` and `load_state_dict`, which is called
+        before the iterator that continues there begins. Its `set_epoch`, if any, is called."""
 
     def name(self, shard: int) -> str:
         """Name of a shard in messages and checkpoints; must stay the same."""
@@ -78,7 +69,7 @@ class IterableShards(ShardedSource):
         return f"shard {item!r}" if isinstance(item, str | int | tuple) else super().name(shard)
 
 
-class HuggingFaceShards(ShardedSource):
+class HuggingFaceShards(IterableShards):
     """The shards of a streaming dataset of Hugging Face's `datasets`.
 
     Args:
@@ -87,21 +78,14 @@ class HuggingFaceShards(ShardedSource):
     """
 
     def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-        self._num_shards = int(dataset.num_shards)
-
-    @property
-    def num_shards(self) -> int:
-        return self._num_shards
-
-    def open(self, shard: int) -> Any:
-        return self._dataset.shard(num_shards=self._num_shards, index=shard, contiguous=False)
+        count = int(dataset.num_shards)
+        super().__init__(partial(dataset.shard, count, contiguous=False), range(count))
 
     def name(self, shard: int) -> str:
-        return f"shard {shard} of {self._num_shards} of the Hugging Face dataset"
+        return f"shard {shard} of {self.num_shards} of the Hugging Face dataset"
 
 
-class WebDatasetShards(ShardedSource):
+class WebDatasetShards(IterableShards):
     """Tar files in the WebDataset format, read in sequence.
 
     Consecutive files that share their name up to its first dot are one sample: a dict of `__key__` (that name) and the
@@ -115,17 +99,7 @@ class WebDatasetShards(ShardedSource):
     """
 
     def __init__(self, files: Paths) -> None:
-        self._paths = find_files(files, (".tar",))
-
-    @property
-    def num_shards(self) -> int:
-        return len(self._paths)
-
-    def open(self, shard: int) -> TarReader:
-        return TarReader(self._paths[shard])
-
-    def name(self, shard: int) -> str:
-        return str(self._paths[shard])
+        super().__init__(TarReader, find_files(files, (".tar",)))
 
 
 class TarReader:
@@ -188,10 +162,7 @@ def tar_samples(path: Path, file: BinaryIO, offset: int = 0) -> Iterator[TarSamp
     end = archive.offset
     file.seek(end)
     if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile takes a damaged header for the end
-        raise DataError(
-            f"{path} is damaged or cut off at byte {end}: there is neither a file nor the mark that ends a tar file. "
-            "Copy it again, or leave it out."
-        )
+        raise DataError(f"{path} is damaged or cut off at byte {end}. Copy it again, or leave it out.")
     if files:
         yield TarSample(key, files, end)
 

@@ -227,10 +227,8 @@ class TokenFileWriter:
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise DataError(f"document {self.num_documents} has {ids.dtype} of shape {ids.shape}, no token ids.")
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocabulary_size:
-            raise DataError(
-                f"document {self.num_documents} has token ids from {ids.min()} to {ids.max()}, and "
-                f"vocabulary_size={self.vocabulary_size}."
-            )
+            span = f"from {ids.min()} to {ids.max()}, and vocabulary_size={self.vocabulary_size}"
+            raise DataError(f"document {self.num_documents} has token ids {span}.")
         self._file.write(ids.astype(self.dtype).tobytes())
         self.num_tokens += len(ids)
         self._starts.append(self.num_tokens)

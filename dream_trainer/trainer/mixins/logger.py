@@ -21,7 +21,7 @@ from dream_trainer.loggers.interface import Logger, Stamp
 from dream_trainer.loggers.line_files import ConsoleLogger
 from dream_trainer.loggers.progress import shows_a_bar
 from dream_trainer.loggers.records import TrainingRecord
-from dream_trainer.loggers.run_log import History, LoggerGroup, RunLog, check_loggers
+from dream_trainer.loggers.run_log import Line, LoggerGroup, RunLog, check_loggers
 from dream_trainer.loggers.stragglers import Stragglers
 from dream_trainer.trainer.abstract import AbstractTrainer
 
@@ -61,7 +61,7 @@ class LoggerMixin(AbstractTrainer):
         )
 
     @property
-    def history(self) -> History:
+    def history(self) -> list[Line]:
         """The lines that were logged, in order: `step`, `epoch`, `samples`, `time`, then the metrics under their names.
 
         A sequence that grows; it keeps the last `logger_parameters.history_lines`, and metrics.jsonl has all. It is the
