@@ -2093,11 +2093,11 @@ MUTANTS = [
         "tests/trainer/test_unloaded_base.py -k no_fault",
     ),
     Mutant(
-        "what a rank waits in a gather counts as its own work",
+        "what a rank waits in a gather is no waiting",
         "dream_trainer/compat/fully_shard.py",
-        "        super().unshard(async_op)\n        own_time.leave_collective()",
+        "        with self._local_gradients.own_time:\n            super().unshard(async_op)",
         "        super().unshard(async_op)",
-        "tests/trainer/test_stragglers.py -k named_once",
+        "tests/trainer/test_receipt.py -k slow_one",
     ),
     Mutant(
         "a rank on a host that nobody told to stop ends as if it had been told",
