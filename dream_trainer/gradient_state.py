@@ -12,35 +12,20 @@ import torch.nn as nn
 
 
 class OwnTime:
-    """One rank's clock on the host: it measures the host's waits for an accelerator, not the device's work."""
+    """One rank's clock on the host: it measures how long the host waits for others, not the device's work."""
 
-    __slots__ = ("_began", "_left", "is_wanted", "seconds", "waited", "windows")
+    __slots__ = ("_left", "is_wanted", "waited")
 
     def __init__(self) -> None:
-        self.is_wanted = False  # whether there is another rank to compare with
-        self.seconds = 0.0  # of own work, in all windows
-        self.windows = 0
-        self.waited = 0.0  # seconds between `enter_collective` and `leave_collective`
-        self._began = self._left = 0.0
+        self.is_wanted = False  # whether there is another rank
+        self.waited = 0.0  # seconds inside, where this rank may wait for others
+        self._left = 0.0
 
-    def begin_window(self) -> None:
-        """A window begins: all ranks have just met in the pulse."""
-        self._began = perf_counter()
-
-    def end_window(self) -> None:
-        """It is over, and its listeners have been called."""
-        self.seconds += perf_counter() - self._began
-        self.windows += 1
-
-    def enter_collective(self) -> None:
-        """From here on this rank may wait for others."""
+    def __enter__(self) -> None:
         self._left = perf_counter()
 
-    def leave_collective(self) -> None:
-        """It has met them."""
-        waited = perf_counter() - self._left
-        self.waited += waited
-        self._began += waited
+    def __exit__(self, *_: object) -> None:
+        self.waited += perf_counter() - self._left
 
 
 @dataclass(frozen=True)

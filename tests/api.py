@@ -106,7 +106,6 @@ _NAMES = {
     "dream_trainer.loggers.buffer": "MetricBuffer",
     "dream_trainer.loggers.formatting": "format_bytes format_count format_duration format_number",
     "dream_trainer.loggers.run_log": "LoggerGroup RunLog check_loggers",
-    "dream_trainer.loggers.stragglers": "Stragglers",
     "dream_trainer.loggers.interface": "Logger Stamp",
     "dream_trainer.loggers.line_files": "ConsoleLogger CSVLogger JSONLLogger read_jsonl",
     "dream_trainer.loggers.media": "Audio Histogram Image Images Media Table Text Video",

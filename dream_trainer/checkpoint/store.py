@@ -46,11 +46,9 @@ from dream_trainer.checkpoint.snapshot import KnownPlan, Snapshot
 from dream_trainer.checks import listed
 from dream_trainer.distributed.ranks import (
     Ranks,
-    dealt_by_main_rank,
     from_all_ranks,
     from_main_rank,
     on_all_ranks,
-    to_main_rank,
 )
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 from dream_trainer.version import __version__
@@ -90,8 +88,9 @@ def write_checkpoint(
         )
         if not all(from_all_ranks(world, task, writer.knows_plan)):
             # Only rank 0 sees the plans of all: their number grows with that of ranks.
-            plans = to_main_rank(world, task, writer.plan)
-            writer.take(dealt_by_main_rank(world, task, lambda: writer.merge(plans or [])))
+            plans = world.gather_object(on_all_ranks(world, task, writer.plan))
+            merged = on_all_ranks(world, task, lambda: None if plans is None else writer.merge(plans))
+            writer.take(world.scatter_object(merged))
 
         def write() -> tuple[list[WriteResult], dict[str, FileEntry]]:
             entries = _write_small_files(temporary, snapshot, world, job or world)
@@ -99,7 +98,7 @@ def write_checkpoint(
             sync_directory(temporary)
             return results, entries | writer.entries
 
-        written = to_main_rank(world, task, write)
+        written = world.gather_object(on_all_ranks(world, task, write))
 
         def commit() -> None:
             if written is not None:

@@ -50,24 +50,18 @@ def causal_to_the_last_key(queries: int, keys: int) -> CausalBias:
         return causal_lower_right(queries, keys)
 
 
-def same_document_mask(documents: Tensor, causal: bool) -> BlockMask:
-    num_rows, length = documents.shape
+def same_document_mask(
+    documents: Tensor, causal: bool, positions: Tensor | None = None, whole: Tensor | None = None
+) -> BlockMask:
+    """FlexAttention's mask for packed rows; for queries at some `positions` of `whole` ones, and all keys of these."""
+    of_keys = documents if whole is None else whole
 
     def may_see(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        is_same = documents[row, query] == documents[row, key]
-        return is_same & (query >= key) if causal else is_same
+        is_same = documents[row, query] == of_keys[row, key]
+        place = query if positions is None else positions[query]
+        return is_same & (place >= key) if causal else is_same
 
-    return create_block_mask(may_see, num_rows, None, length, length, device=documents.device)
-
-
-def part_of_document_mask(documents: Tensor, positions: Tensor, whole: Tensor, causal: bool) -> BlockMask:
-    """FlexAttention's mask for queries at some positions of packed rows, and all keys."""
-
-    def may_see(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        is_same = documents[row, query] == whole[row, key]
-        return is_same & (positions[query] >= key) if causal else is_same
-
-    return create_block_mask(may_see, len(whole), None, documents.shape[1], whole.shape[1], device=whole.device)
+    return create_block_mask(may_see, len(of_keys), None, documents.shape[1], of_keys.shape[1], device=of_keys.device)
 
 
 def attend_flexibly(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> Tensor:

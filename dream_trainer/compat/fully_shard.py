@@ -290,17 +290,13 @@ class SharedGroup(DifferentiableGroup):
         """Also notes the all-gather, if there is one."""
         if self._all_gather_result is None and not self.is_unsharded:
             self._local_gradients.note_collective(2 * self._number)
-        own_time = self._local_gradients.own_time
-        own_time.enter_collective()
-        super().unshard(async_op)
-        own_time.leave_collective()
+        with self._local_gradients.own_time:
+            super().unshard(async_op)
 
     def wait_for_unshard(self) -> None:
         """Its waiting time does not count as this rank's work."""
-        own_time = self._local_gradients.own_time
-        own_time.enter_collective()
-        super().wait_for_unshard()
-        own_time.leave_collective()
+        with self._local_gradients.own_time:
+            super().wait_for_unshard()
 
     def pre_forward(self, *args: Any, **kwargs: Any) -> Any:
         self._local_gradients.ran.add(id(self))
@@ -347,9 +343,8 @@ class SharedGroup(DifferentiableGroup):
             self._local_gradients.waiting.discard(self)
         else:
             self._local_gradients.waiting.add(self)
-        self._local_gradients.own_time.enter_collective()
-        super().post_backward()
-        self._local_gradients.own_time.leave_collective()
+        with self._local_gradients.own_time:
+            super().post_backward()
 
     def _gathered(self) -> list[torch.nn.Parameter]:
         """The gathered parameters that a forward used; a group that never ran has none."""

@@ -53,7 +53,7 @@ class ScheduledStage(PipelineStage):
         device: torch.device,
         group: dist.ProcessGroup,
         backward_context: AbstractContextManager[Any] | None = None,
-        may_split: Callable[[Sequence[Tensor]], bool] = lambda given: True,
+        may_split: Callable[[], bool] = lambda: True,
     ) -> None:
         # With known shapes, PyTorch need not run another forward and backward to find them.
         received = map(_as_sent, inputs) if place[0] > 0 else inputs
@@ -88,7 +88,7 @@ class ScheduledStage(PipelineStage):
             return (), None
         is_split = (
             backward_type == "input"
-            and self._may_split(bwd_kwargs["stage_output"])
+            and self._may_split()
             and _part_once(bwd_kwargs["stage_output"], bwd_kwargs["input_values"])
         )
         if backward_type == "input" and not is_split:

@@ -185,12 +185,6 @@ def whole_of(parameter: Any) -> Tensor:
     )
 
 
-def sharded_parameters(module: FSDPModule) -> list[torch.nn.Parameter]:
-    """The sharded parameters that `fully_shard(module)` manages, whether or not they are gathered at the moment."""
-    group = module._get_fsdp_state()._fsdp_param_group
-    return [] if group is None else [p.sharded_param for p in group.fsdp_params]
-
-
 @contextmanager
 def tf32_products() -> Iterator[None]:
     """Inside, float32 matrix products and convolutions on CUDA may use TF32, by the setting that the process uses."""
@@ -350,16 +344,10 @@ def enable_flight_recorder(directory: Path) -> None:
     """Makes NCCL's groups write their last collectives into `directory` on a time-out or error.
 
     Call it before the first group is made; torch reads these once in a process, the newer names first."""
-    wanted = {
-        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",
-        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"): f"{directory.absolute()}/rank_",
-        ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
-    }
-    for names, value in wanted.items():
-        if not any(name in os.environ for name in names):
-            os.environ[names[0]] = value
-            if names[0] == "TORCH_FR_DUMP_TEMP_FILE":
-                directory.mkdir(parents=True, exist_ok=True)  # torch opens the file and makes no directory
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    if os.environ.keys().isdisjoint(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")):
+        os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{directory.absolute()}/rank_"
+        directory.mkdir(parents=True, exist_ok=True)  # torch opens the file and makes no directory
 
 
 def recorded_collectives() -> bytes | None:
@@ -451,12 +439,9 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
     return buffer not in module._non_persistent_buffers_set
 
 
-# -- Random operations on DTensors that lie on a GPU: the generators they draw from.
-#
-# PyTorch keeps a tracker for them in private names of `torch.distributed.tensor._random`. It makes one at the first
-# such operation of a process, and then copies rank 0's generator to the whole world, by a collective. From then on
-# ranks would draw equal numbers where they must differ, as data-parallel ranks do in dropout. They would also wait for
-# stages that run no such operation.
+# -- Random operations on DTensors on a GPU draw from a tracker. PyTorch makes it at the first one of a process, by a
+# collective that copies rank 0's generator to the whole world: data-parallel ranks would draw equal numbers in dropout
+# from then on, and wait for stages that run no such operation.
 
 
 def keep_own_generators(mesh: DeviceMesh) -> None:
@@ -468,23 +453,6 @@ def keep_own_generators(mesh: DeviceMesh) -> None:
     device = torch.get_device_module(mesh.device_type).current_device()
     with torch.random.fork_rng(devices=[device], device_type=mesh.device_type):
         manual_seed(0, mesh)  # makes the tracker, without a collective
-
-
-def trained_by(loss: Tensor, parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether a backward from `loss` would give one of `parameters` a gradient."""
-    wanted = {id(parameter) for parameter in parameters if parameter.requires_grad}
-    if not wanted:
-        return False
-    waiting, seen = [loss.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "torch::autograd::AccumulateGrad" and id(cast(Any, node).variable) in wanted:
-            return True
-        waiting += [following for following, _ in node.next_functions]
-    return False
 
 
 def inner_schedulers(scheduler: LRScheduler | ReduceLROnPlateau) -> list[LRScheduler]:

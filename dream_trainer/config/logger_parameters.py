@@ -7,7 +7,7 @@ from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated, Any, Literal
 
-from dream_trainer.checks import check_between, check_choice, check_names, refuse
+from dream_trainer.checks import check_choice, check_names, refuse
 from dream_trainer.config.parameter_class import PositiveInt, parameters
 
 WandbMode = Literal["online", "offline", "disabled"]
@@ -104,11 +104,6 @@ class LoggerParameters:
     """Optimizer steps between flushes. A flush waits for the device once; 10 hides that."""
     history_lines: PositiveInt | None = 10_000
     """Number of newest lines that `trainer.history` keeps in memory. None keeps all. metrics.jsonl has every line."""
-    straggler_factor: Annotated[float, partial(check_between, low=1.0, below=True)] | None = 1.3
-    """A rank is slow if it is busy this many times longer than the median rank in a step, and at least 20 ms longer.
-    Rank 0 then warns once, with its host and the slow part (data or work). None disables."""
-    straggler_lines: PositiveInt = 5
-    """Number of consecutive log lines that a rank must be slow for."""
     strict: bool = False
     """Whether a failing logger ends the run. False reports it once and continues training."""
     wandb: WandbParameters = field(default_factory=WandbParameters)

@@ -34,12 +34,11 @@ from dream_trainer.distributed.failure import (
     is_stopped,
     tell_failure,
 )
+from dream_trainer.distributed.job_store import all_arrive
 from dream_trainer.errors import ConfigError, RanksDifferError
-from dream_trainer.screen import logger
 from dream_trainer.version import __version__
 
-CLOCKS_MAY_DIFFER_SECONDS = 5.0
-_HEARD_SECONDS = 5.0  # how long rank 0 stays after a refusal, so that every rank reads why
+_HEARD_SECONDS = 5.0  # how long ranks stay after a refusal, so that every one reads why
 
 
 class HostPlace(NamedTuple):
@@ -91,27 +90,13 @@ def meet_hosts(store: Store, place: HostPlace, world_size: int, *, timeout_secon
     if place.rank == 0:
         refusal = _missing(store, place, timeout_seconds) or _refusal(store, place)
         told = None if refusal is None else [type(refusal).__name__, str(refusal)]
-        store.set(_key(place, "verdict"), json.dumps({"refusal": told, "time": time.time()}))
+        store.set(_key(place, "verdict"), json.dumps(told))
     store.wait([_key(place, "verdict")], timedelta(seconds=2 * timeout_seconds))
     verdict = json.loads(store.get(_key(place, "verdict")))
-    ahead = time.time() - verdict["time"]
-    if verdict["refusal"] is not None:
-        # rank 0 leaves last: the store may go with its process
-        if store.add(_key(place, "know"), 1) == world_size:
-            store.set(_key(place, "all_know"), "")
-        if place.rank == 0:
-            with suppress(RuntimeError):  # some rank is gone
-                store.wait([_key(place, "all_know")], timedelta(seconds=_HEARD_SECONDS))
-        kind, text = verdict["refusal"]
+    if verdict is not None:
+        all_arrive(f"{place.meeting}/know", world_size, _HEARD_SECONDS)  # the store may go with the process of rank 0
+        kind, text = verdict
         raise {"ConfigError": ConfigError, "RanksDifferError": RanksDifferError}[kind](text)
-    if place.is_leader and abs(ahead) > CLOCKS_MAY_DIFFER_SECONDS:
-        logger.warning(
-            "the clock of %s is %.0f s %s of host 0's: times in logs and file names will not fit together. Have the "
-            "hosts take their time from one server (chrony, ntpd).",
-            place.name,
-            abs(ahead),
-            "ahead" if ahead > 0 else "behind",
-        )
 
 
 def _missing(store: Store, place: HostPlace, timeout_seconds: float) -> ConfigError | None:
@@ -347,7 +332,7 @@ class Heartbeat:
         if self._closing.is_set():
             return
         with suppress(RuntimeError):  # the store has left with its rank
-            self.store_of_main.set(self._left(self.place.number), "")
+            self.store_of_main.set(self._key(f"left/{self.place.number}"), "")
         self._closing.set()
         for thread in self._threads:
             thread.join(JOIN_SECONDS)
@@ -360,11 +345,11 @@ class Heartbeat:
         stopped: dict[int, float] = {}
         while not self._closing.wait(self._period):
             try:
-                self.store.add(self._heart(self.place.number), 1)
-                beats = self.store.add(self._heart(next_host), 0)
+                self.store.add(self._key(f"heart/{self.place.number}"), 1)
+                beats = self.store.add(self._key(f"heart/{next_host}"), 0)
                 if self.store.check([self._key("lost")]):
                     self._end(self.store.get(self._key("lost")).decode(), first=int(self.store.get("failed")))
-                has_left = beats == seen and self.store.check([self._left(next_host)])
+                has_left = beats == seen and self.store.check([self._key(f"left/{next_host}")])
                 self._answered = now = time.monotonic()
                 if beats != seen or has_left:
                     seen, since = beats, now
@@ -425,12 +410,6 @@ class Heartbeat:
         if first != self.place.rank:
             time.sleep(LATER_SECONDS)
         os._exit(1)
-
-    def _heart(self, number: int) -> str:
-        return self._key(f"heart/{number}")
-
-    def _left(self, number: int) -> str:
-        return self._key(f"left/{number}")
 
     def _key(self, what: str) -> str:
         return f"{self.place.meeting}/{what}"

@@ -26,7 +26,7 @@ class _Connection:
 _connection = _Connection()
 
 _LOOK_SECONDS = 0.02
-SAYS_SO_AFTER_SECONDS = 10.0  # how long a leaving rank waits for the others before it logs that
+SAYS_SO_AFTER_SECONDS = 10.0  # how long a rank waits for others before it logs that
 
 
 def store_for_group(number: int, rank: int, world_size: int, timeout: timedelta) -> Store:
@@ -47,23 +47,8 @@ def job_store(*, for_thread: bool = False) -> Store | None:
     return PrefixStore(_connection.attempt, connect_again(store) if for_thread else store)
 
 
-def all_say(what: str, world_size: int, timeout_seconds: float) -> bool:
-    """Says `what`, and returns whether all ranks have said it within the time."""
-    store = job_store()
-    if store is None:
-        return True
-    key = f"said/{what}"
-    try:
-        if store.add(key, 1) == world_size:
-            store.set(f"{key}/all", "")
-        store.wait([f"{key}/all"], timedelta(seconds=timeout_seconds))
-    except RuntimeError:  # the time is up, or the store went away with its rank
-        return False
-    return True
-
-
-def all_arrive(where: str, times: int, n_ranks: int, timeout_seconds: float, waits_for: str) -> bool:
-    """Arrives for the `times`-th time, and returns whether `n_ranks` ranks do in time; warns if that is long."""
+def all_arrive(where: str, n_ranks: int, timeout_seconds: float, *, times: int = 1, waits_for: str = "") -> bool:
+    """Arrives for the `times`-th time, and returns whether `n_ranks` ranks do in time; a long wait is logged."""
     store = job_store()
     if store is None:
         return True
@@ -72,7 +57,7 @@ def all_arrive(where: str, times: int, n_ranks: int, timeout_seconds: float, wai
     try:
         arrived = store.add(key, 1)
         while arrived < times * n_ranks and time.monotonic() < begin + timeout_seconds:
-            if time.monotonic() > says_so_at:
+            if waits_for and time.monotonic() > says_so_at:
                 logger.warning("%s", waits_for)
                 says_so_at = math.inf
             time.sleep(pause)
@@ -81,27 +66,6 @@ def all_arrive(where: str, times: int, n_ranks: int, timeout_seconds: float, wai
     except RuntimeError:  # the store went away with its rank
         return False
     return arrived >= times * n_ranks
-
-
-def leave(number: int, world_size: int, timeout_seconds: float | None) -> None:
-    """Announces that this rank leaves a process group, and waits for the others. After the time-out it only warns."""
-    store = job_store()
-    if store is None:
-        return
-    key = f"{number}/leaving"
-    if store.add(key, 1) == world_size:
-        store.set(f"{key}/all", "")
-    seconds = SAYS_SO_AFTER_SECONDS if timeout_seconds is None else timeout_seconds
-    try:
-        store.wait([f"{key}/all"], timedelta(seconds=seconds))
-    except RuntimeError:
-        if timeout_seconds is not None:
-            raise
-        logger.warning(
-            "this rank closes its trainer, and other ranks have not for %.0f s, which it waits for. If it is the only "
-            "one to do so (`if trainer.is_main: trainer.close()`), have every rank close.",
-            seconds,
-        )
 
 
 def _agree_on_attempt(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:

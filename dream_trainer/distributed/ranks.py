@@ -177,20 +177,6 @@ def from_main_rank(world: Ranks, task: str, function: Callable[[], T]) -> T:
     return cast(T, from_all_ranks(world, task, lambda: function() if world.is_main else None)[0])
 
 
-def to_main_rank(world: Ranks, task: str, function: Callable[[], T]) -> list[T] | None:
-    """Like `from_all_ranks`, but only rank 0 gets the results, which may be many and large; None on the others."""
-    result, failure, cause = _attempt(function)
-    _raise_failures(world, task, world.all_gather_object(failure), cause)
-    return world.gather_object(result)
-
-
-def dealt_by_main_rank(world: Ranks, task: str, function: Callable[[], Sequence[T]]) -> T:
-    """Runs `function` on rank 0 only and returns to each rank its element of the result, which must be picklable."""
-    result, failure, cause = _attempt(function) if world.is_main else (None, None, None)
-    _raise_failures(world, task, world.all_gather_object(failure), cause)
-    return cast(T, world.scatter_object(result))
-
-
 def _attempt(function: Callable[[], T]) -> tuple[T | None, _Failure | None, Exception | None]:
     try:
         return function(), None, None

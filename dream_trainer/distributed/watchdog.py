@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -148,7 +148,7 @@ class Watchdog:
             with self._path.open("a") as file:
                 file.write(f"{self._header(reason, where)}\n{stacks()}\n")
             self._write_collectives()
-            report = f"{reason}.\n{self._what_was_written(self._gather())}{self._lines_of_ranks()}"
+            report = f"{reason}.\n{self._what_was_written(self._gather())}"
         except Exception as error:  # a full disk, a lost file system: whatever it is, the job must end
             report = f"{reason}.\nIts stacks, since writing {self._path} failed ({error}):\n{stacks()}"
         report += (
@@ -172,10 +172,10 @@ class Watchdog:
         directory.mkdir(exist_ok=True)
         (directory / f"rank_{self.rank}").write_bytes(records)
 
-    def _gather(self) -> list[int]:
-        """Says that this rank's stacks are written and waits for the others; returns the ranks that did not say so."""
+    def _gather(self) -> dict[int, str] | None:
+        """Says that this rank's stacks are written, and waits for the others; which line each is at that said so."""
         if self.store is None:
-            return []
+            return None
         keys = [f"hang/{rank}" for rank in range(self.world_size)]
         deadline = time.monotonic() + GATHER_SECONDS
         try:
@@ -183,22 +183,10 @@ class Watchdog:
             self.store.set(keys[self.rank], "" if frame is None else line_running_in(frame))
             while not self.store.check(keys) and time.monotonic() < deadline:
                 time.sleep(0.2)
-            return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            said = {rank: key for rank, key in enumerate(keys) if self.store.check([key])}
+            return {rank: self.store.get(key).decode() for rank, key in said.items()}
         except RuntimeError:  # the rank that hosts the store has left
-            return []
-
-    def _lines_of_ranks(self) -> str:
-        """Which lines of the user's ranks are at, and which are at the same."""
-        if self.store is None:
-            return ""
-        ranks: dict[str, list[int]] = {}
-        for rank in range(self.world_size):
-            key = f"hang/{rank}"
-            with suppress(RuntimeError):
-                if self.store.check([key]):
-                    ranks.setdefault(self.store.get(key).decode(), []).append(rank)
-        said = [f"\nrank {listed([*map(str, of_line)], 16)} at {line}" for line, of_line in ranks.items() if line]
-        return "".join(said[:_LINES])
+            return None
 
     def _leave(self, first: int) -> NoReturn:
         """Ends the process once the first to fail has spoken, since torchrun ends all when one has ended."""
@@ -212,15 +200,21 @@ class Watchdog:
                     time.sleep(1.0)  # it may host the store, which the others are reading
         os._exit(1)
 
-    def _what_was_written(self, missing: Sequence[int]) -> str:
+    def _what_was_written(self, lines: Mapping[int, str] | None) -> str:
         written = f"The stacks of all threads are in {self._path.parent}, a file for each rank."
-        if not missing:
+        if lines is None:
             return written
-        numbers = listed([*map(str, missing)], 16)
-        return (
-            f"{written} {len(missing)} of {self.world_size} ranks wrote none ({numbers}): they are gone, or in native "
-            f"code that holds Python's lock, whose stacks follow within {GRACE_SECONDS:.0f} s."
-        )
+        missing = [str(rank) for rank in range(self.world_size) if rank not in lines]
+        if missing:
+            written += (
+                f" {len(missing)} of {self.world_size} ranks wrote none ({listed(missing, 16)}): they are gone, or in "
+                f"native code that holds Python's lock, whose stacks follow within {GRACE_SECONDS:.0f} s."
+            )
+        ranks: dict[str, list[str]] = {}
+        for rank, line in lines.items():
+            ranks.setdefault(line, []).append(str(rank))
+        said = [f"\nrank {listed(of_line, 16)} at {line}" for line, of_line in ranks.items() if line]
+        return written + "".join(said[:_LINES])
 
 
 def stacks() -> str:

@@ -366,7 +366,7 @@ class World(Ranks):
 
     def fail_unless_all_do(self, exc: Exception) -> None:
         """Ends this rank if only it has the exception: if caught, its collectives would not match the others'."""
-        if self._open and not job_store.all_say(f"exception {self._number}", self.world_size, _ALONE_AFTER_SECONDS):
+        if self._open and not job_store.all_arrive(f"exception {self._number}", self.world_size, _ALONE_AFTER_SECONDS):
             self.fail(exc)
 
     def meet(self, ranks: Sequence[int], where: str) -> None:
@@ -380,7 +380,7 @@ class World(Ranks):
             f"{', '.join(map(str, ranks))}, and not all of these have. Read it on all of them, in the same order, or "
             "raise fsdp_parameters.min_group_mib above the model's size."
         )
-        if not job_store.all_arrive(key, self._meetings[key], len(ranks), seconds, said):
+        if not job_store.all_arrive(key, len(ranks), seconds, times=self._meetings[key], waits_for=said):
             raise StepError(said)
 
     def close(self, timeout_seconds: float | None = None) -> None:
@@ -395,7 +395,13 @@ class World(Ranks):
             return
         _launches.are_open -= 1
         if _launches.are_open == 0 and _launches.own_group and dist.is_initialized():
-            job_store.leave(_launches.count, self.world_size, timeout_seconds)
+            seconds = self._time_out.total_seconds() if timeout_seconds is None else timeout_seconds
+            said = (
+                "this rank closes its trainer and waits for other ranks, which have not. If it is the only one to do "
+                "so (`if trainer.is_main: trainer.close()`), have every rank close."
+            )
+            if not job_store.all_arrive(f"{_launches.count}/leaving", self.world_size, seconds, waits_for=said):
+                raise RuntimeError(said)
             dist.barrier(group=self.cpu_group)
             if _launches.heartbeat is not None:
                 _launches.heartbeat.close()
@@ -428,10 +434,8 @@ def close_at_exit(world: World) -> None:
     atexit.register(leave)
 
 
-# -- A gather that passes gradients: for losses that compare the samples of all ranks.
-#
-# In forward every rank gets every rank's rows. In backward each rank gets the sum of all ranks' gradients of its rows.
-# Both are one collective on the device, and each is the other's backward, so second gradients are exact too.
+# -- A gather that passes gradients. Its backward is the sum over ranks of the gradients of this one's rows; each is the
+# other's backward, so second gradients are exact too.
 
 
 class _Linear(torch.autograd.Function):

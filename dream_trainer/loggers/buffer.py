@@ -27,7 +27,6 @@ class Total(NamedTuple):
 
 
 _NOTHING = Total(0.0, 0.0)
-_OF_RANK = "of each rank"
 # Bytes of the widest scalar. A larger storage means that the value is part of a larger tensor.
 _WIDEST = 8
 
@@ -71,12 +70,6 @@ class MetricBuffer:
         self._reductions: dict[str, str] = {}  # of every added key, in order of arrival
         # Reductions of all keys that ever crossed ranks, in an order that is the same on all of them.
         self._agreed: dict[str, str] = {}
-        self.of_ranks: dict[str, list[float]] = {}  # of `add_of_rank`, as the last `finish` brought it: in rank order
-
-    def add_of_rank(self, name: str, value: float) -> None:
-        """Adds an unlogged value that every rank needs from this one; call it just before `begin`, on all ranks."""
-        self._reductions.setdefault(name, _OF_RANK)
-        self._values.append((name, value, 1.0))
 
     def add(self, name: str, value: Scalar, weight: Scalar = 1.0, reduce: str = "mean") -> None:
         """Adds one value. Nothing is computed or waited for, but all ranks of a DTensor's mesh must add it."""
@@ -133,12 +126,9 @@ class MetricBuffer:
         totals_by_name = flight.land()
         if world.world_size > 1:
             ranks = _gather(_counted(totals_by_name, world), self._agreed, world)
-            of_ranks = {name: totals for name, totals in ranks.items() if self._agreed[name] == _OF_RANK}
-            self.of_ranks = {name: [total.value for total in totals] for name, totals in of_ranks.items()}
             totals_by_name = {
                 name: (self._agreed[name], _combined(self._agreed[name], _NOTHING, totals))
                 for name, totals in ranks.items()
-                if name not in of_ranks
             }
         return {
             name: value / weight if reduce == "mean" else value
@@ -227,11 +217,10 @@ def whole(value: Tensor) -> Tensor:
 
 
 def _counted(mine: dict[str, tuple[str, Total]], world: Ranks) -> dict[str, tuple[str, Total]]:
-    """This rank's part of all ranks' totals; if another counts the same data, only extremes and per-rank values."""
+    """This rank's part of all ranks' totals; if another counts the same data, only extremes."""
     if world.counts_data:
         return mine
-    everybodys = ("min", "max", _OF_RANK)
-    return {name: (reduce, total if reduce in everybodys else _NOTHING) for name, (reduce, total) in mine.items()}
+    return {name: (reduce, total if reduce in ("min", "max") else _NOTHING) for name, (reduce, total) in mine.items()}
 
 
 def _combined(reduce: str, total: Total, totals: Iterable[tuple[float, float]]) -> Total:

@@ -24,7 +24,6 @@ from dream_trainer.loggers.interface import Logger, Stamp
 from dream_trainer.loggers.line_files import read_jsonl
 from dream_trainer.loggers.media import Media, MediaLog
 from dream_trainer.loggers.records import Record, Records, TrainingRecord
-from dream_trainer.loggers.stragglers import Stragglers
 
 Line = dict[str, float]
 _FAILED = object()
@@ -159,7 +158,6 @@ class RunLog:
         *,
         records: Records,
         training: TrainingRecord,
-        stragglers: Stragglers,
         config: Callable[[], dict[str, Any]],
         stamp: Callable[[], Stamp],
         notify: Callable[[dict[str, float], int], None],
@@ -167,7 +165,7 @@ class RunLog:
         warn_once: Callable[[str, str], None],
     ) -> None:
         self._run_dir, self._run, self._config = run_dir, list(run), config
-        self._records, self._training, self._stragglers = records, training, stragglers
+        self._records, self._training = records, training
         records.current, records.media = training, MediaLog(records, Ranks.alone(), warn_once)
         self._media = records.media
         self._stamp, self._notify, self._of_data, self._warn_once = stamp, notify, of_data, warn_once
@@ -237,8 +235,6 @@ class RunLog:
             self._flushed_step, metrics = step, self._training.metrics
             for name, value in self._of_data().items():
                 metrics.add(name, value, 1.0, "last")
-            for name, value in self._stragglers.measured(self._world.world_size).items():
-                metrics.add_of_rank(name, value)
             self._flight = metrics.begin(), self._stamp()
 
     def _pending_is_saved(self, step: int) -> bool:
@@ -251,8 +247,6 @@ class RunLog:
         if self._flight is not None:
             (flight, stamp), self._flight = self._flight, None
             self._write(training.metrics.finish(flight, self._world), stamp)
-            if training.metrics.of_ranks:
-                self._stragglers.hear(training.metrics.of_ranks)
         for name, item, known in training.waiting:
             self._opened().log_media(name, item, known or self._stamp())
         training.waiting.clear()

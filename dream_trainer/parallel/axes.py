@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -82,10 +82,10 @@ class TensorParallelism(MeshParallelism):
             )
         return {"dynamic": False, "mode": None, "options": options_of_overlap(parameters.mode)}
 
-    def prepare_blocks(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    def compile_block(self, block: nn.Module, options: Mapping[str, Any]) -> bool:
         """Finishes collectives that are under way before compiled code begins."""
-        for block in blocks:
-            change_class(block, Waiting)
+        change_class(block, Waiting)
+        return False
 
 
 class ContextParallelism(Parallelism):

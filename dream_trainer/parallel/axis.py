@@ -5,7 +5,7 @@ A mixin brings its own as `_parallelism`; so does one from another package (docs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -106,15 +106,8 @@ class Parallelism:
         """Arguments of `nn.Module.compile` that replace the config's while this parallelism is on."""
         return {}
 
-    def prepare_blocks(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-        """Called before the blocks of `model` are compiled one by one, if this parallelism is on.
-
-        Raises:
-            ConfigError: They cannot be compiled this way.
-        """
-
     def compile_block(self, block: nn.Module, options: Mapping[str, Any]) -> bool:
-        """Compiles `block` in its own way if this parallelism is on and needs to; returns whether it did."""
+        """Prepares `block` to be compiled, if this parallelism is on, or compiles it; returns whether it did that."""
         return False
 
 

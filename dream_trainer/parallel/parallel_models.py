@@ -61,7 +61,7 @@ class ParallelModels:
 
     def shard(self, model: nn.Module, mesh: DeviceMesh, check: Callable[[], object]) -> None:
         """Shards `model`, on any device, so that it is whole in steps; `watch` follows once it is real."""
-        self.whole_in_steps.append(ShardedModel(model, mesh, check))
+        self.whole_in_steps.append(ShardedModel(model, mesh, check, self.gradients.own_time))
         self.changes_in_steps = True
 
     def watch(
@@ -85,7 +85,7 @@ class ParallelModels:
             self._touchable, self.changes_in_steps = touchable, True
         self._optimizers = WholeOptimizers(optimizers)
         for sharded in self.whole_in_steps:
-            sharded.connect(self.gradients.own_time)
+            sharded.connect()
             self.gradients.shard_of |= sharded.shard_of
             self._whole_of |= sharded.whole_of
 

@@ -24,10 +24,11 @@ from dream_trainer.compat.pipelining import (
     new_schedule,
     refresh_copy,
 )
-from dream_trainer.compat.pytorch import is_dtensor, trained_by, write_count
+from dream_trainer.compat.pytorch import is_dtensor, write_count
+from dream_trainer.distributed.ranks import refuse_differences
 from dream_trainer.distributed.seeds import numbers_of_place, preserved_random_state
 from dream_trainer.distributed.world import World
-from dream_trainer.errors import ConfigError, DataError, HookError, RanksDifferError, StepError
+from dream_trainer.errors import ConfigError, DataError, HookError, StepError
 from dream_trainer.modules.class_change import Changed, change_class
 from dream_trainer.modules.forward_state import as_before
 from dream_trainer.nested import concatenated, leaves, map_tensors
@@ -76,7 +77,7 @@ class _Seen(NamedTuple):
 class Pipeline:
     """Runs a model whose stages lie on the ranks of a pipeline. All ranks call each method, with the same batch.
 
-    `whole` are models that are whole on each rank. A loss that trains one runs backward at once, without a schedule."""
+    `whole` are models that are whole on each rank. Where one is trained, a loss's backward is not split."""
 
     model: nn.Module
     stages: Stages
@@ -153,7 +154,15 @@ class Pipeline:
             )
         weights = None if weight is None else [weight(part) for part in cut(targets, n, rows)]
         if not self._is_compared:
-            _refuse_different_batches((inputs, targets), weights, self.world)
+            numbers = None if weights is None else [torch.tensor(float(share)) for share in weights]
+            refuse_differences(
+                self.world,
+                {"a batch": digest((inputs, targets)), "weights of its micro-batches": digest(numbers)},
+                "The ranks of a pipeline (pipeline_parallel) need the same ones. Make the loader independent of the "
+                "rank, since the trainer deals dataset and sampler to dp_rank of dp_size; and weight= of "
+                "forward_backward a function that only uses targets.",
+                among=self.world.rank % (self.world.world_size // self.world.stages),
+            )
             self._is_compared = True
         return weights
 
@@ -201,11 +210,11 @@ class Pipeline:
         self._losses.append(loss.detach().double())
         return loss if self._scaled is None else self._scaled(loss)
 
-    def _may_split(self, stage: int, given: Sequence[Tensor]) -> bool:
-        """Whether the backward of a micro-batch, from what a stage gave, may be one for inputs and one for weights."""
+    def _may_split(self, stage: int) -> bool:
+        """Whether the backward of a micro-batch may be one for inputs and one for the weights of a stage."""
         if not self.splits_backwards or stage < self.last:
             return self.splits_backwards
-        return not trained_by(given[0], [parameter for model in self.whole for parameter in model.parameters()])
+        return not any(parameter.requires_grad for model in self.whole for parameter in model.parameters())
 
     def output(self, stage: int, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
         output, dtype = self.own[stage](*positional, **named), self.output_dtype
@@ -479,25 +488,3 @@ def layout_of(tensor: Tensor) -> int:
         f"a stage gave a DTensor with the placement {placement}, which is still to be summed over the ranks of a "
         "layer. Have the plan of tensor parallelism reduce it: output_layouts=Replicate() or Shard(dim)."
     )
-
-
-# -- What a model in stages cannot be given, or called for, in the words of its user.
-
-
-def _refuse_different_batches(batch: Any, weights: Sequence[Tensor | float] | None, world: World) -> None:
-    """Raises RanksDifferError if ranks of a pipeline have other batches, or other weights of the same; a collective."""
-    numbers = None if weights is None else [torch.tensor(float(weight)) for weight in weights]
-    of_stages = world.all_gather(torch.tensor([digest(batch), digest(numbers)])).view(world.stages, -1, 2)
-    has_others, weighs_others = (of_stages != of_stages[:1]).flatten(0, 1).any(dim=0).tolist()
-    if has_others:
-        raise RanksDifferError(
-            "the ranks of a pipeline (pipeline_parallel) have different batches, and the last stage would compare "
-            "outputs with targets of other samples. Make the loader independent of the rank; the trainer deals dataset "
-            "and sampler to dp_rank of dp_size."
-        )
-    if weighs_others:
-        raise RanksDifferError(
-            "the ranks of a pipeline (pipeline_parallel) were given other weights of the same micro-batches, so "
-            "stages would be scaled differently. Pass the same weight= to forward_backward on all of "
-            "them, a function that only uses targets."
-        )

@@ -38,9 +38,7 @@ def even_stages(model: nn.Module, blocks: Collection[nn.Module], n_stages: int) 
     """The names that each stage holds: equally many blocks, what comes before them first, and what follows last."""
     parts = list(_parts(model, {id(block) for block in blocks}, ""))
     places = [place for place, (_, is_block) in enumerate(parts) if is_block]
-    is_short = len(places) < n_stages
-    _refuse_repeated(model, lambda entry: is_short or entry in blocks)
-    if is_short:
+    if len(places) < n_stages:
         found = f"{len(places)} repeated blocks, which are modules of one class in a ModuleList or Sequential"
         fewer = (
             f"Use at most {len(places)} stages, which are pipeline_parallel times the stages of each rank (1 under "
@@ -93,20 +91,6 @@ def _refuse_shared(trained: Mapping[str, nn.Module], cut: Collection[nn.Module])
                     f"{other_name} and self.{model_name}.{name} are one parameter of two models, which "
                     "pipeline_parallel would cut apart. Put both into one module."
                 )
-
-
-def _refuse_repeated(model: nn.Module, counts: Callable[[nn.Module], bool]) -> None:
-    lists = [(n, part) for n, part in model.named_modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
-    for name, entries in lists:
-        layers = [entry for entry in entries if counts(entry) and next(entry.parameters(), None) is not None]
-        if len(set(layers)) < len(layers):
-            raise ConfigError(
-                f"{name or 'the list'} of {type(model).__name__} has {len(layers)} layers that are only "
-                f"{len(set(layers))} different modules: layers that share all weights, so each stage needs a copy. "
-                "Return from pipeline_stages "
-                f"the entries of each stage, such as '{name}.0' and '{name}.1': copies begin equal, and are trained "
-                "by the sum of their gradients."
-            )
 
 
 def _parts(module: nn.Module, blocks: set[int], prefix: str) -> Iterator[tuple[str, bool]]:
@@ -243,15 +227,13 @@ def _has_part(name: str, names: Collection[str]) -> bool:
 class Apart:
     """One micro-batch through the stages without a schedule, there and back, to verify them."""
 
-    norms_as_in = None
-
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline, self.group = pipeline, pipeline.messages.group
         self.has_output = pipeline.last in pipeline.own
         self._ran: list[tuple[int, tuple[Any, ...], tuple[Any, ...]]] = []  # a stage, its inputs and its outputs
         self._why = ""
 
-    def there(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def there(self, *args: Any, **kwargs: Any) -> Any:
         """The last stage's outputs; ranks of other stages get tensors without values."""
         pipeline = self._pipeline
         with pipeline.running():

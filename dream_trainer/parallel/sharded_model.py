@@ -49,9 +49,9 @@ class _Parameter:
 class ShardedModel:
     """Cuts the parameters of a model over ranks, and makes them whole in steps."""
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, check: Callable[[], object]) -> None:
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, check: Callable[[], object], own_time: OwnTime) -> None:
         self._model = model
-        self._check = check
+        self._check, self._own_time = check, own_time
         self._mesh = mesh
         self._rank, self._n_ranks = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
         self._strides: dict[tuple[nn.Module, str], tuple[int, ...]] = {}
@@ -60,7 +60,6 @@ class ShardedModel:
         self.shard_of: dict[int, nn.Parameter] = {}
         self._marks: list[tuple[int, int]] = []
         self._trained: list[bool] = []
-        self._own_time: OwnTime | None = None
         self.is_whole = False
         self._cut()
         model.register_forward_pre_hook(self._before_forward)
@@ -103,9 +102,8 @@ class ShardedModel:
         share_hooks(sharded, parameter)
         return sharded
 
-    def connect(self, own_time: OwnTime) -> None:
+    def connect(self) -> None:
         """The shards are real: makes room for the whole parameters."""
-        self._own_time = own_time
         slots: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for module, name in self._strides:
             slots.setdefault(module.get_parameter(name), []).append((module, name))
@@ -160,15 +158,11 @@ class ShardedModel:
         if not self._parameters:
             return
         self._check()
-        if self._own_time is not None:
-            self._own_time.enter_collective()
-        with torch.no_grad():
+        with self._own_time, torch.no_grad():
             if self._sending:
                 foreach_copy_(self._sending, [local_tensor(p.shard) for p in self._own_parts])
             all_gather_flat(self._received, self._sent, self._mesh.get_group(self._mesh.ndim - 1))
             foreach_copy_(self._places if after_step else self._quiet_places, self._receiving)
-        if self._own_time is not None:
-            self._own_time.leave_collective()
 
     def enter(self) -> None:
         """Gives the modules the whole parameters, which are gathered."""

@@ -18,7 +18,6 @@ from dream_trainer.compat.pytorch import (
     is_dtensor,
     local_tensor,
     shard_dim,
-    sharded_parameters,
     whole_parameters,
 )
 from dream_trainer.errors import ConfigError, StepError
@@ -222,7 +221,7 @@ def frozen(*models: nn.Module) -> Iterator[None]:
     """Inside, the parameters of `models` take no gradients; gradients still flow through them to their inputs."""
     wrapped = [module for model in models for module in fsdp_modules(model)]
     parameters = {id(p): p for model in models for p in model.parameters()}
-    parameters |= {id(p): p for module in wrapped for p in sharded_parameters(module)}
+    parameters |= {id(p): p for module in wrapped for p, _ in gathered_twins(module)}
     before = [(p, p.requires_grad) for p in parameters.values()]
     for parameter in parameters.values():
         parameter.requires_grad_(False)

@@ -40,7 +40,6 @@ from dream_trainer.parallel.expert_exchange import is_shared_by_experts
 from dream_trainer.parallel.pipeline_stages import Apart
 from dream_trainer.parallel.plain_run import (
     WRONG,
-    Back,
     Gradients,
     PlainRun,
     WholeTensors,
@@ -76,25 +75,6 @@ class Miss(NamedTuple):
 
 _UNSEEN = Miss(-1.0, 0.0, 0.0, 0.0)
 """The miss of a block that only other ranks of the pipeline have."""
-
-
-class _OneStage:
-    """A model that this rank calls as it is."""
-
-    group = None  # the ranks of its pipeline
-    has_output = True
-
-    def __init__(self, model: nn.Module) -> None:
-        self.norms_as_in = model
-
-    def back(self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], gradients: Back) -> None:
-        gradients(outputs, cotangents, ())
-
-    def buffers(self, path: str) -> list[Tensor]:
-        return [self.norms_as_in.get_buffer(path)]
-
-    def there(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.norms_as_in(*args, **kwargs)
 
 
 def is_verifiable(devices: DeviceParameters) -> bool:
@@ -142,27 +122,28 @@ class Verification:
         if not self.is_in_step() or (takeover is not None and not takeover.is_on()):
             return
         self._waiting.pop(name).remove()
-        self.run(name, model, _OneStage(model), args, kwargs)
+        self.run(name, model, None, args, kwargs)
 
     def run(
-        self, name: str, model: nn.Module, own: _OneStage | Apart, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, name: str, model: nn.Module, apart: Apart | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Compares `model` on what it is given; of one in stages a collective of all ranks of its pipeline."""
+        """Compares `model` on what it is given; with `apart`, which runs its stages, a collective of its pipeline."""
         if name not in self._wholes:
             return
         began, device = time.perf_counter(), self.world.device
-        with self._plainly(model, own), preserved_random_state(device), as_before(model), _without_zeros(model):
-            misses = self._compare(name, model, own, args, kwargs)
+        with self._plainly(model, apart), preserved_random_state(device), as_before(model), _without_zeros(model):
+            misses = self._compare(name, model, apart, args, kwargs)
         for module in fsdp_modules(model):
             module.reshard()
         if misses is not None:
-            self._judge(f"self.{name}", misses, time.perf_counter() - began, own.group)
+            self._judge(f"self.{name}", misses, time.perf_counter() - began, None if apart is None else apart.group)
 
     def _compare(
-        self, name: str, model: nn.Module, own_run: _OneStage | Apart, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, name: str, model: nn.Module, apart: Apart | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Miss] | None:
         """Differences of block outputs in running order, of the model's output, and of gradients."""
-        whole, device, group = self._wholes.pop(name), self.world.device, own_run.group
+        whole, device = self._wholes.pop(name), self.world.device
+        group = None if apart is None else apart.group
         own, others = dict(model.named_modules()), dict(whole.named_modules())
         names = {module: place for place, module in own.items()}
         own_blocks = [names[block] for block in self.blocks_of(model) if block is not model]
@@ -182,8 +163,9 @@ class Verification:
 
         here = {place: own[block] for place, block in told.items() if block in own and place != of_output}
         with _looked_at(here, keep), of_parameters.of_running_modules():
-            given = own_run.there(own_args, own_kwargs)  # may remove inputs from its arguments, or write to them
-        if own_run.has_output:
+            run_own = model if apart is None else apart.there
+            given = run_own(*own_args, **own_kwargs)  # may remove inputs from its arguments, or write to them
+        if apart is None or apart.has_output:
             keep(of_output, given)
         misses: dict[str, Miss] = {}
 
@@ -202,33 +184,32 @@ class Verification:
         seed_device(0, device)
         seeds, of_device = WatchedSeeds(0), _state_of(device)
         try:
-            with self._aside(), _looked_at(whole_blocks, look), _without_draws(whole, own_run.norms_as_in):
+            with self._aside(), _looked_at(whole_blocks, look), _without_draws(whole, model if apart is None else None):
                 expected = run(whole_args, whole_kwargs)
         except WRONG as error:
             self._cannot(name, f"it fails in one piece ({type(error).__name__}: {error})")
             return None
         has_drawn = bool(seeds.drawn()) or not torch.equal(of_device, _state_of(device))
         misses[_DRAWS] = Miss(float(has_drawn), torch.inf, 0.0, 0.0)
-        for path, buffer in whole.named_buffers() if group is not None else ():  # also those that each stage copies
-            place = f"the buffer self.{name}.{path}"
-            misses[place] = max(
-                (self._miss(part, buffer) or _UNSEEN for part in own_run.buffers(path)), default=_UNSEEN
-            )
+        if apart is not None:
+            for path, buffer in whole.named_buffers():  # also those that each stage copies
+                found = [self._miss(part, buffer) or _UNSEEN for part in apart.buffers(path)]
+                misses[f"the buffer self.{name}.{path}"] = max(found, default=_UNSEEN)
         misses |= {
             f"the gradient of self.{name}.{path}": miss
-            for path, miss in self._misses_of_gradients(name, own_run, run, given, expected)
+            for path, miss in self._misses_of_gradients(name, apart, run, given, expected)
         }
         return misses
 
     @contextmanager
-    def _plainly(self, model: nn.Module, own: _OneStage | Apart) -> Iterator[None]:
+    def _plainly(self, model: nn.Module, apart: Apart | None) -> Iterator[None]:
         """Inside, nothing is compiled, and all modules are in evaluation mode, but batch norms outside stages."""
         takeover = self.takeover()
         uncompiled = nullcontext() if takeover is None else takeover.uncompiled()
         # Without its module, which takes seconds to load, nothing is compiled.
         is_loaded = "torch._dynamo" in sys.modules
         eagerly = torch.compiler.set_stance("force_eager") if is_loaded else nullcontext()
-        with eagerly, uncompiled, _without_draws(model, own.norms_as_in):
+        with eagerly, uncompiled, _without_draws(model, model if apart is None else None):
             yield
 
     def _aside(self) -> Any:
@@ -250,7 +231,7 @@ class Verification:
                 yield part, of_part.to(part.dtype), whole, of_whole
 
     def _misses_of_gradients(
-        self, name: str, own_run: _OneStage | Apart, run: PlainRun, given: Any, expected: Any
+        self, name: str, apart: Apart | None, run: PlainRun, given: Any, expected: Any
     ) -> Iterator[tuple[str, Miss]]:
         """Differences of parameter gradients, which are summed over ranks that share sequences, experts or stages."""
         outputs = list(self._with_cotangents(given, expected))
@@ -260,7 +241,10 @@ class Verification:
         own_outputs, own_cotangents, whole_outputs, whole_cotangents = zip(*outputs, strict=True)
         with without_autocast(self.devices, run.device) or nullcontext():
             try:
-                own_run.back(own_outputs, own_cotangents, gradients.from_outputs)
+                if apart is None:
+                    gradients.from_outputs(own_outputs, own_cotangents)
+                else:
+                    apart.back(own_outputs, own_cotangents, gradients.from_outputs)
             except RuntimeError as error:  # torch.utils.checkpoint that is reentrant, or whose second run is another
                 devices = self.devices
                 if devices.context_parallel > 1 and not devices.compile:  # in whose graphs it is no other
@@ -281,9 +265,9 @@ class Verification:
         own, whole = gradients.sketches()
         experts = [is_shared_by_experts(p) for p in gradients.parameters.values()]
         flags = torch.stack([torch.tensor(experts, device=own.device), gradients.are_split("tp")]).byte()
-        if own_run.group is not None:  # whose other ranks have the other parameters
-            dist.all_reduce(own, group=own_run.group)
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=own_run.group)
+        if apart is not None:  # whose other ranks have the other parameters
+            dist.all_reduce(own, group=apart.group)
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=apart.group)
         is_expert, is_split = flags.bool()
         of_ranks = own.clone()
         if shape.tp > 1:

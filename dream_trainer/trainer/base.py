@@ -288,7 +288,7 @@ class BaseTrainer(AbstractTrainer):
         with keeping_state(runtime) if progress.epoch_steps > 0 else nullcontext():
             self._notify("pre_epoch")
         follow_train_dataloader(runtime)
-        is_over, own_time = runtime.schedule.epoch_steps == 0, runtime.parallel.gradients.own_time
+        is_over = runtime.schedule.epoch_steps == 0
         if is_over:
             self._end_epoch()
         while not is_over:
@@ -299,11 +299,7 @@ class BaseTrainer(AbstractTrainer):
                 return
             if window is None:  # a pass without a window; two in a row are an error
                 continue
-            if own_time.is_wanted:
-                own_time.begin_window()
             self._run_window(window)
-            if own_time.is_wanted:
-                own_time.end_window()
             is_over = runtime.window.epoch_ends
             if self._between_windows():
                 return

@@ -128,7 +128,7 @@ def hand_on_by(schedule: str, ranks: list[int], recomputed: bool) -> dict[str, A
             outputs=[torch.empty(())] if number == last else like,
             device=torch.device("cpu"),
             group=dist.group.WORLD,  # type: ignore[arg-type]
-            may_split=lambda given: not recomputed,
+            may_split=lambda: not recomputed,
         )
         for number, rank in enumerate(ranks)
         if rank == dist.get_rank()

@@ -123,14 +123,12 @@ def flight_recorder_environment(directory: Path, **set_by_user: str) -> dict[str
 def test_the_flight_recorder_writes_where_it_is_told_unless_the_user_said_otherwise(tmp_path: Path) -> None:
     found = flight_recorder_environment(tmp_path / "records")
     assert found == {
-        "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/records/rank_",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }
     assert (tmp_path / "records").is_dir()
     theirs = {
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/x/y_",
-        "TORCH_FR_BUFFER_SIZE": "9",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     }
     assert flight_recorder_environment(tmp_path / "others", **theirs) == theirs
@@ -141,7 +139,6 @@ def test_this_torch_reads_the_names_that_the_flight_recorder_is_enabled_by() -> 
     directory = Path(torch.__file__).parent
     library = (directory / "lib/libtorch_cpu.so").read_bytes()
     header = (directory / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp").read_text()
-    assert b"TORCH_FR_BUFFER_SIZE" in library
     assert b"TORCH_FR_DUMP_TEMP_FILE" in library
     assert "TORCH_NCCL_DUMP_ON_TIMEOUT" in header
 
@@ -336,19 +333,6 @@ def test_autograd_takes_tensors_for_unchanged_that_are_written_to_unnoticed() ->
     squares.backward()  # as of what is there now
     assert weight.grad is not None
     assert weight.grad.tolist() == [6.0, 6.0]
-
-
-def test_a_losss_graph_tells_which_parameters_it_trains() -> None:
-    used, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    hidden = used(torch.ones(1, 2))
-    loss = (hidden * hidden.detach()).sum()
-    assert pytorch.trained_by(loss, [*other.parameters(), used.weight])
-    assert not pytorch.trained_by(loss, other.parameters())
-    with torch.no_grad():
-        assert not pytorch.trained_by(used(torch.ones(1, 2)).sum(), used.parameters())
-    used.bias.requires_grad_(False)
-    assert not pytorch.trained_by(loss, [used.bias])
-    assert pytorch.trained_by(used.weight.sum(), used.parameters())
 
 
 def test_buffers_are_persistent_if_the_state_dict_has_them() -> None:

@@ -71,7 +71,6 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (Logger, {"loggers": "csv"}, "loggers='csv' is a string. Use a tuple of strings: loggers=('csv',)."),
     (Logger, {"loggers": ("csv", "csv")}, "names one logger twice"),
-    (Logger, {"straggler_factor": 0.5}, "straggler_factor=0.5 is not a number of at least 1.0"),
     (dt.MLflowParameters, {"tags": {"a": 1}}, "tags['a']=1 is not a string"),
     (dt.EvalParameters, {"best_metrics": {"val/loss": "low"}}, "best_metrics['val/loss']='low' is not known"),
     (dt.FSDPParameters, {"reshard_after_forward": 1}, "Use True, False or an integer above 1"),
@@ -97,7 +96,7 @@ RIGHT: list[tuple[Any, dict[str, Any]]] = [
     (Checkpoint, {"save_on_best": True, "keep_best": 2, "resume": "best", **METRIC}),
     (Checkpoint, {"directory": "s3://bucket/runs", "local_directory": "/dev/shm", "save_local_every_n_steps": 1}),
     (Checkpoint, {"init_from": Path("a"), "directory": Path("b"), "save_every_n_minutes": 1e-6}),
-    (Logger, {"loggers": [], "history_lines": None, "straggler_factor": None}),
+    (Logger, {"loggers": [], "history_lines": None}),
     (dt.FSDPParameters, {"min_group_mib": 0, "reshard_after_forward": 2}),
 ]
 

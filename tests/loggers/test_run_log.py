@@ -46,7 +46,6 @@ class Counter:
             ("tests", "loggers", run),
             records=self.records,
             training=api.TrainingRecord(lambda: (None, self.size), lambda: None if self.in_window else self.stamp()),
-            stragglers=api.Stragglers(parameters, list, lambda: (0, 0.0, 0.0), lambda key, message: None),
             config=lambda: {"seed": 3},
             stamp=self.stamp,
             notify=lambda metrics, step: self.told.append((step, metrics)),

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import dream_trainer as dt
 from tests import api
@@ -18,8 +17,10 @@ class RanksOfTwo(api.Ranks):
 
     mesh_shape = api.MeshShape(pp=1, dp_replicate=1, dp_shard=1, cp=2, tp=1)
 
-    def all_gather(self, values: Tensor) -> Tensor:
-        return torch.stack((values, values + 1))
+    def all_gather_object(self, value: Any, /) -> list[Any]:
+        among, facts = value
+        other = {name: f"not {fact}" for name, fact in facts.items()} if isinstance(facts, dict) else facts[::-1]
+        return [value, (among, other)]
 
 
 TOKENS = torch.zeros(3, 30)
@@ -44,7 +45,7 @@ TOKENS = torch.zeros(3, 30)
         (
             lambda cut: cut.cut(torch.zeros(3, 8)),
             api.RanksDifferError,
-            r"that share sequences \(context_parallel\) have different batches",
+            r"a batch \(.* Ranks that share sequences \(context_parallel\) need the same",
         ),
     ],
 )

@@ -7,10 +7,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.nn.functional import mse_loss
 
-from tests.api import Start, receipt
+import dream_trainer as dt
+from tests.api import PerRankLoader, Start, receipt
+from tests.trainer.small import Batch, batches, network, run_config, sgd
+from tests.worlds import run_world
 
 SCRIPT = """
 import os, signal, sys, torch
@@ -113,3 +118,39 @@ def test_a_start_that_resumed_what_it_ended_with_did_nothing_twice() -> None:
     assert told.seconds["again"] == 0
     assert told.seconds["training"] == pytest.approx(6)
     assert receipt([]) is None
+
+
+class Waits(dt.DreamTrainer):
+    """Rank 1 sleeps between two blocks."""
+
+    def configure_models(self) -> None:
+        self.model = network()
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = sgd(self.model)
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        return PerRankLoader(batches(8)), None
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        first, *others = self.model[0]
+        hidden = first(batch[0])
+        time.sleep(0.1 * self.world.rank)
+        for block in others:
+            hidden = block(hidden)
+        loss = mse_loss(self.model[1](hidden), batch[1])
+        self.backward(loss)
+        self.step(self.model, self.optimizer)
+        return {"loss": loss}
+
+
+def seconds_waited() -> float:
+    devices = dt.DeviceParameters(device="cpu", dp_shard=2)
+    with Waits(run_config(device_parameters=devices)) as trainer:
+        trainer.fit()
+        return trainer._runtime.parallel.gradients.own_time.waited
+
+
+def test_a_rank_waits_for_a_slow_one_in_gathers_of_weights() -> None:
+    of_main, _ = run_world(seconds_waited, 2)
+    assert of_main > 0.5  # 8 batches, of 0.1 s each

@@ -17,7 +17,6 @@ from dream_trainer.compat.attention import (
     attend_flexibly,
     attend_varlen,
     keys_are_elsewhere,
-    part_of_document_mask,
     same_document_mask,
 )
 from dream_trainer.errors import StepError
@@ -206,7 +205,7 @@ class _OfPositions:
         whole = parts.joined(documents, 1).to(target, non_blocking=True)
         own, rows = documents.to(target, non_blocking=True), parts.positions(documents.shape[1], target)
         if kind == "flex":
-            return part_of_document_mask(own, rows, whole, causal)
+            return same_document_mask(own, causal, rows, whole)
         mask = own[:, None, :, None] == whole[:, None, None, :]
         return mask & (rows[:, None] >= torch.arange(whole.shape[1], device=target)) if causal else mask
 

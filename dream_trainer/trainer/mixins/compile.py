@@ -63,10 +63,9 @@ class CompileMixin(AbstractTrainer):
             for block in blocks:
                 if isinstance(block, Recomputed):
                     change_class(block, Watched)
-            for axis in axes:
-                axis.prepare_blocks(model, blocks)
             for block in blocks:
                 if block.forward.__module__.startswith("torch."):
                     change_class(block, Traced)
-                if not any(axis.compile_block(block, options) for axis in axes):
+                are_done = [axis.compile_block(block, options) for axis in axes]
+                if not any(are_done):
                     block.compile(**options)

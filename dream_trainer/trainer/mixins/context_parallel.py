@@ -10,14 +10,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from dream_trainer.checks import spell
 from dream_trainer.config.parallel_parameters import ContextParallelConfigMixin
+from dream_trainer.distributed.ranks import refuse_differences
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_device
 from dream_trainer.distributed.world import World
-from dream_trainer.errors import DataError, HookError, RanksDifferError
+from dream_trainer.errors import DataError, HookError
 from dream_trainer.loggers.records import NoRecord
 from dream_trainer.nested import leaves
 from dream_trainer.parallel.axes import CONTEXT
@@ -165,12 +165,13 @@ class SequenceCut:
         self._attention.given += [(leaf, None) for leaf in leaves(part) if isinstance(leaf, Tensor)]
         if is_training and not self._is_compared:
             self._is_compared = True
-            digests = self._world.all_gather(torch.tensor([self._digest])).view(-1, self._world.sample_copies)
-            if (digests != digests[:, :1]).any():
-                raise RanksDifferError(
-                    "ranks that share sequences (context_parallel) have different batches. Have the loader read what "
-                    "does not depend on the rank; dataset and sampler are dealt to dp_rank of dp_size by the trainer."
-                )
+            refuse_differences(
+                self._world,
+                {"a batch": self._digest},
+                "Ranks that share sequences (context_parallel) need the same ones. Make the loader independent of the "
+                "rank, since the trainer deals dataset and sampler to dp_rank of dp_size.",
+                among=self._world.rank // self._world.sample_copies,
+            )
 
     def forget(self) -> None:
         """Keeps no tensor of the batch."""

@@ -22,7 +22,6 @@ from dream_trainer.loggers.line_files import ConsoleLogger
 from dream_trainer.loggers.progress import shows_a_bar
 from dream_trainer.loggers.records import TrainingRecord
 from dream_trainer.loggers.run_log import Line, LoggerGroup, RunLog, check_loggers
-from dream_trainer.loggers.stragglers import Stragglers
 from dream_trainer.trainer.abstract import AbstractTrainer
 
 
@@ -47,9 +46,6 @@ class LoggerMixin(AbstractTrainer):
             (config.project, config.group, config.experiment),
             records=self._runtime.records,
             training=TrainingRecord(self._weight_of_batch, self._stamp_of_media),
-            stragglers=Stragglers(
-                parameters, lambda: self.world.all_gather_object(self.world.host), self._spent, self.warn_once
-            ),
             config=partial(to_dict, config),
             stamp=self._stamp,
             notify=partial(self._notify, "on_log"),
@@ -114,13 +110,6 @@ class LoggerMixin(AbstractTrainer):
     def _numbers_of_data(self) -> Mapping[str, float]:
         numbers = self._runtime.data.feed.numbers_at(self.progress.data)
         return {"tokens_seen": self.tokens_seen} | dict(numbers) if self.tokens_seen else numbers
-
-    def _hosts(self) -> list[str]:
-        return self.world.all_gather_object(self.world.host)
-
-    def _spent(self) -> tuple[int, float, float]:
-        own = self._runtime.parallel.gradients.own_time
-        return own.windows, own.seconds, self.seconds_waiting_for_data
 
     # -- called by the loop
 

@@ -188,9 +188,7 @@ class PipelineParallelMixin(AbstractTrainer):
         scaled = None if scale is None else partial(scale.scaled, is_weighted=weights is not None)
 
         def run() -> Tensor:
-            own_time.enter_collective()  # a stage mostly waits for other stages
-            loss = pipeline.train(batch, targets, loss_fn, weights, scaled=scaled, reduces=reduces)
-            own_time.leave_collective()
-            return loss
+            with own_time:  # a stage mostly waits for other stages
+                return pipeline.train(batch, targets, loss_fn, weights, scaled=scaled, reduces=reduces)
 
         return accumulation.run_schedule(run, total, model)

@@ -239,20 +239,17 @@ class OptimizerStep:
         if self._local_gradients.waiting:
             self._parallel.reduce_what_waits(plan.parameters)
         weight = self._accumulation.spend_weight(model)
-        if self._own_time.is_wanted:
-            self._own_time.enter_collective()
-        carried = plan.averaging.run(weight if plan.is_whole else None) if plan.averaging else None
-        if self._ties is not None:
-            self._ties.add_up(plan.tied, number := self._origins.number_of(optimizers))
-            self._local_gradients.note_step(number)
-        grads = gradients_of(plan)
-        if plan.sums:
-            divide_sums(plan, grads)
-        norm, total = self._norm(plan, grads, weight, carried, self._lacking(plan))
-        if self._stages is not None:
-            norm = norm_over_stages(norm, self._stages)
-        if self._own_time.is_wanted:
-            self._own_time.leave_collective()
+        with self._own_time if self._own_time.is_wanted else _NOTHING:
+            carried = plan.averaging.run(weight if plan.is_whole else None) if plan.averaging else None
+            if self._ties is not None:
+                self._ties.add_up(plan.tied, number := self._origins.number_of(optimizers))
+                self._local_gradients.note_step(number)
+            grads = gradients_of(plan)
+            if plan.sums:
+                divide_sums(plan, grads)
+            norm, total = self._norm(plan, grads, weight, carried, self._lacking(plan))
+            if self._stages is not None:
+                norm = norm_over_stages(norm, self._stages)
         # A second turn in the window only consists of its last micro-batch.
         is_again = self._origins.has_stepped(optimizers) or not self._accumulation.reduced.keys().isdisjoint(optimizers)
         n_batches = 1 if is_again else self._accumulation.counted_batches
