@@ -1,7 +1,7 @@
 """One small language-like model, trained by Dream Trainer and by a loop written by hand, to compare the two."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,18 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from dream_trainer import (
-    ActivationCheckpointingConfigMixin,
-    ActivationCheckpointingMixin,
-    BaseTrainer,
-    BaseTrainerConfig,
-    DeviceParameters,
-    FSDPConfigMixin,
-    FSDPMixin,
-    SetupConfigMixin,
-    SetupMixin,
-    TrainingParameters,
-)
+import dream_trainer as dt
 from dream_trainer.data.loader import DistributedDataLoader
 
 VOCABULARY, WIDTH, LENGTH, BATCH = 11, 8, 6, 3
@@ -138,11 +127,11 @@ def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 @dataclass
-class Config(BaseTrainerConfig, SetupConfigMixin, FSDPConfigMixin, ActivationCheckpointingConfigMixin):
+class Config(dt.BaseTrainerConfig, dt.SetupConfigMixin, dt.FSDPConfigMixin, dt.ActivationCheckpointingConfigMixin):
     case: Case = Case()
 
 
-class Trained(BaseTrainer, SetupMixin, ActivationCheckpointingMixin):
+class Trained(dt.BaseTrainer, dt.SetupMixin, dt.ActivationCheckpointingMixin):
     """Records what the hand-written loop is compared with."""
 
     config: Config
@@ -185,7 +174,7 @@ class Trained(BaseTrainer, SetupMixin, ActivationCheckpointingMixin):
         return {"loss": loss}
 
 
-class Sharded(Trained, FSDPMixin):
+class Sharded(Trained, dt.FSDPMixin):
     pass
 
 
@@ -199,19 +188,14 @@ def fill(model: nn.Module) -> None:
 
 def run_trainer(case: Case) -> dict[str, Any]:
     """Trains `case` for two epochs on this rank."""
-    devices = {
-        "single": DeviceParameters(device="cpu"),
-        "replicate": DeviceParameters(device="cpu"),
-        "fsdp": DeviceParameters(device="cpu"),
-        "hsdp": DeviceParameters(device="cpu", dp_shard=2, dp_replicate=case.world_size // 2 or 1),
-    }
-    device = replace(devices[case.mode], activation_checkpointing=case.recompute)
+    hsdp = {"dp_shard": 2, "dp_replicate": case.world_size // 2 or 1} if case.mode == "hsdp" else {}
+    device = dt.DeviceParameters(device="cpu", activation_checkpointing=case.recompute, **hsdp)
     config = Config(
         project="tests",
         group="parity",
         experiment="case",
         device_parameters=device,
-        training_parameters=TrainingParameters(
+        training_parameters=dt.TrainingParameters(
             n_epochs=2,
             train_batch_size=BATCH,
             gradient_accumulation_steps=case.accumulation,

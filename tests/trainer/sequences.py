@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader, packed_attention, packed_attention_mask
-from tests.trainer.arithmetic import fill, full, step_by_hand
+from tests.trainer.arithmetic import fill, step_by_hand
+from tests.trainer.meshes import count, mean_loss
 from tests.trainer.small import run_config
 
 VOCABULARY, WIDTH, HEAD, LENGTH, STEPS = 13, 16, 4, 16, 5
@@ -120,9 +121,7 @@ def loss_of(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> tuple[Ten
     """Mean over labels, and their number."""
     mask = packed_attention_mask(batch["documents"], causal=case.causal) if case.packed else None
     scores = model(batch["tokens"], batch["positions"], mask)
-    count = (batch["labels"] != -100).sum()
-    total = F.cross_entropy(scores.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
-    return total / count.clamp(min=1), count
+    return mean_loss(scores, batch["labels"]), count(batch["labels"])
 
 
 @dataclass(kw_only=True)
@@ -156,6 +155,9 @@ class Trained(dt.DreamTrainer):
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
         self.norms: list[float] = []
         self.logged: dict[int, dict[str, float]] = {}
+
+    def on_log(self, metrics: dict[str, float], step: int) -> None:
+        self.logged.setdefault(step, {}).update(metrics)
 
     def cut_batch(self, batch: dict[str, Tensor], cut: Any) -> dict[str, Tensor]:
         return {name: cut(tensor) for name, tensor in with_positions(batch).items()}
@@ -201,14 +203,6 @@ def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
         logger_parameters=dt.LoggerParameters(loggers=(), log_every_n_steps=1),
         case=case,
     )
-
-
-def state_of(trainer: Trained) -> dict[str, Tensor]:
-    """Whole copies of weights and moments."""
-    state = {name: full(p.detach()).clone() for name, p in trainer.model.named_parameters()}
-    for name, p in trainer.model.named_parameters():
-        state |= {f"{key} of {name}": full(value).clone() for key, value in trainer.optimizer.state[p].items()}
-    return state
 
 
 def reference(case: Case) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """A small regression, as a user would write it, and the same by hand: what the trainer's behaviour tests share."""
 
+import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -202,20 +204,34 @@ def by_hand(
 ) -> nn.Module:
     """The loop as one writes it: each window's loss is the mean over its micro-batches."""
     model = filled_network()
-    optimizer = make_optimizer(model)
-    for window in windows:
-        sum(mse_loss(model(x), y) / len(window) for x, y, *_ in window).backward()
+    losses = (sum(mse_loss(model(x), y) / len(window) for x, y, *_ in window) for window in windows)
+    train_on(make_optimizer(model), losses)
+    return model
+
+
+def train_on(optimizer: torch.optim.Optimizer, losses: Iterable[Tensor]) -> None:
+    """One step of plain PyTorch for each of `losses`, which a generator computes from the weights of then."""
+    for loss in losses:
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return model
 
 
 def assert_same_weights(found: dict[str, Tensor], expected: nn.Module | dict[str, Tensor]) -> None:
     """Equal to 1e-12, in float64."""
     by_name = weights(expected) if isinstance(expected, nn.Module) else expected
-    assert found.keys() == by_name.keys()
-    for name, value in by_name.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}")
+    torch.testing.assert_close(found, by_name, rtol=1e-12, atol=1e-12)
+
+
+@contextmanager
+def told() -> Iterator[list[str]]:
+    """What is logged inside; for ranks, which have no fixtures."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dream_trainer").addHandler(handler)
+    yield lines
+    logging.getLogger("dream_trainer").removeHandler(handler)
 
 
 def run_ranks(code: str, world_size: int, cwd: Path, timeout: float = 60.0) -> list[tuple[int, str]]:

@@ -1,7 +1,7 @@
 """`backward` and `step` in one process: exact arithmetic, and every misuse named. Over ranks: arithmetic.py."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -10,20 +10,8 @@ from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
 from tests.api import StepError
-from tests.trainer.small import (
-    Alone,
-    Batch,
-    Validates,
-    assert_same_weights,
-    batches,
-    by_hand,
-    filled_network,
-    fit,
-    fused_adamw,
-    make_config,
-    sgd,
-    weights,
-)
+from tests.trainer import small
+from tests.trainer.small import Alone, Batch, assert_same_weights, batches, by_hand, make_config, sgd, weights
 
 Step = Callable[[Any, Batch, int], None]
 
@@ -36,7 +24,7 @@ def train(step: Step, data: list[Batch], *, make_optimizer: Any = sgd, **trainin
             step(self, batch, batch_idx)
             return {}
 
-    return fit(Stepping(make_config(n_epochs=1, **training), data, make_optimizer=make_optimizer))
+    return small.fit(Stepping(make_config(n_epochs=1, **training), data, make_optimizer=make_optimizer))
 
 
 def loss_of(trainer: Alone, batch: Batch) -> torch.Tensor:
@@ -62,12 +50,9 @@ def windows_of(data: list[Batch], size: int) -> list[list[Batch]]:
     return [data[start : start + size] for start in range(0, len(data), size)]
 
 
-# -- exact arithmetic
-
-
 @pytest.mark.pitfall(1)
 @pytest.mark.parametrize("accumulation", [1, 3, 9])
-@pytest.mark.parametrize("make_optimizer", [sgd, fused_adamw])
+@pytest.mark.parametrize("make_optimizer", [sgd, small.fused_adamw])
 def test_a_window_equals_one_large_batch_also_when_the_epoch_cuts_it_short(
     accumulation: int, make_optimizer: Any
 ) -> None:
@@ -88,11 +73,7 @@ def test_weights_make_each_sample_count_alike_however_unequal_the_batches_are(as
     sizes = [1, 9, 2, 4]
     ragged = list(zip(x.split(sizes), y.split(sizes), torch.arange(16).split(sizes), strict=True))
 
-    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
-        count: Any = torch.tensor(len(batch[0])) if as_tensor else len(batch[0])
-        trainer.backward(loss_of(trainer, batch), weight=count)
-        finish(trainer)
-
+    step = weighing(lambda n: torch.tensor(sizes[n]) if as_tensor else sizes[n])
     trainer = train(step, ragged, gradient_accumulation_steps=2)
     assert_same_weights(weights(trainer.model), by_hand([[(x[:10], y[:10])], [(x[10:], y[10:])]]))
 
@@ -114,7 +95,7 @@ def test_one_token_of_loss_10_and_nine_of_loss_1_weigh_1_9() -> None:
         def batch_size(self, batch: Any) -> int:
             return 1
 
-    trainer = fit(Constant(make_config(n_epochs=1, gradient_accumulation_steps=2), [(10.0, 1), (1.0, 9)]))
+    trainer = small.fit(Constant(make_config(n_epochs=1, gradient_accumulation_steps=2), [(10.0, 1), (1.0, 9)]))
     assert trainer.model.weight.item() == pytest.approx(-1.9, abs=1e-12)
 
 
@@ -139,7 +120,7 @@ def test_two_backward_calls_in_one_batch_add_up_and_count_as_one_batch() -> None
 
 def clipped_by_hand(data: list[Batch], size: int, clip: Callable[[nn.Module], Any]) -> tuple[nn.Module, list[Any]]:
     """The loop in windows of `size`, with `clip` before each step; what that returned."""
-    model = filled_network()
+    model = small.filled_network()
     optimizer, norms = sgd(model), []
     for window in windows_of(data, size):
         sum(mse_loss(model(x), y) / len(window) for x, y, _ in window).backward()
@@ -156,8 +137,7 @@ def test_step_returns_the_norm_before_clipping_and_clips_by_norm(weighted: bool,
     trainer = train(weighing(lambda n: 2 if weighted else None), data, **limits)
     model, norms = clipped_by_hand(data, size, lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.05))
     assert trainer.norms == pytest.approx([norm.item() for norm in norms], rel=1e-6)
-    for name, value in weights(model).items():
-        torch.testing.assert_close(weights(trainer.model)[name], value, rtol=1e-7, atol=1e-8)
+    torch.testing.assert_close(weights(trainer.model), weights(model), rtol=1e-7, atol=1e-8)
 
 
 def test_a_norm_below_the_limit_is_left_as_it_is() -> None:
@@ -181,8 +161,8 @@ def test_pre_optimizer_step_sees_normalised_gradients_and_what_it_changes_counts
 
     seen: list[dict[str, torch.Tensor]] = []
     data = batches(3)
-    trainer = fit(Doubles(make_config(n_epochs=1, gradient_accumulation_steps=3), data))
-    model = filled_network()
+    trainer = small.fit(Doubles(make_config(n_epochs=1, gradient_accumulation_steps=3), data))
+    model = small.filled_network()
     sum(mse_loss(model(x), y) / 3 for x, y, _ in data).backward()
     assert_same_weights(seen[0], {name: p.grad for name, p in model.named_parameters()})
     doubled = torch.sqrt(sum(p.grad.mul(2).square().sum() for p in model.parameters()))
@@ -195,7 +175,7 @@ def test_parameters_without_a_gradient_stay_as_they_are() -> None:
         finish(trainer)
 
     trainer = train(step, batches(2))
-    start = weights(filled_network())
+    start = weights(small.filled_network())
     for name, value in weights(trainer.model).items():
         assert torch.equal(value, start[name]) == name.startswith("0.")
 
@@ -212,13 +192,11 @@ def test_each_of_several_weighted_steps_of_a_model_in_one_window_has_its_own_tot
 
     data = batches(2)
     trainer = train(step, data)
-    model = filled_network()
-    optimizer = sgd(model)
-    for x, y, _ in [batch for batch in data for _ in range(3)]:
-        (mse_loss(model(x), y) * 5 / 3).backward()  # (count * 1 + 2 * count * 2) / (3 * count)
-        optimizer.step()
-        optimizer.zero_grad()
+    model = small.filled_network()
+    # (count * 1 + 2 * count * 2) / (3 * count)
+    small.train_on(sgd(model), (mse_loss(model(x), y) * 5 / 3 for x, y, _ in data for _ in range(3)))
     assert_same_weights(weights(trainer.model), model)
+    assert (trainer.global_step, trainer.samples_seen) == (2, 4)
 
 
 def test_forward_backward_is_forward_and_backward() -> None:
@@ -242,9 +220,6 @@ def test_forward_backward_is_forward_and_backward() -> None:
     assert all(torch.equal(value, weights(second.model)[name]) for name, value in weights(first.model).items())
 
 
-# -- nothing to learn
-
-
 @pytest.mark.parametrize(("calls", "counted"), [("none", [0, 2]), ("none none", [0, 2]), ("none loss none", [0, 1, 2])])
 def test_a_batch_counts_once_or_not_at_all_however_often_none_is_said_of_it(calls: str, counted: list[int]) -> None:
     def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
@@ -263,21 +238,18 @@ def test_a_window_of_none_alone_steps_nothing_and_does_not_count() -> None:
         finish(trainer)
 
     data = batches(6)
-    trainer = train(step, data, gradient_accumulation_steps=2, make_optimizer=fused_adamw)
+    trainer = train(step, data, gradient_accumulation_steps=2, make_optimizer=small.fused_adamw)
     assert trainer.global_step == 2
-    assert_same_weights(weights(trainer.model), by_hand([data[0:2], data[4:6]], make_optimizer=fused_adamw))
+    assert_same_weights(weights(trainer.model), by_hand([data[0:2], data[4:6]], make_optimizer=small.fused_adamw))
 
 
 @pytest.mark.usefixtures("late_norms")
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
-@pytest.mark.parametrize("make_optimizer", [sgd, fused_adamw])
+@pytest.mark.parametrize("make_optimizer", [sgd, small.fused_adamw])
 def test_a_total_weight_of_zero_skips_the_step_and_leaves_its_state(as_tensor: bool, make_optimizer: Any) -> None:
-    def weight(batch_idx: int) -> Any:
-        number = 0.0 if batch_idx in (2, 3) else 2.0
-        return torch.tensor(number) if as_tensor else number
-
-    data = batches(6)
-    trainer = train(weighing(weight), data, gradient_accumulation_steps=2, make_optimizer=make_optimizer)
+    data, weigh = batches(6), torch.tensor if as_tensor else float
+    step = weighing(lambda n: weigh(0.0 if n in (2, 3) else 2.0))
+    trainer = train(step, data, gradient_accumulation_steps=2, make_optimizer=make_optimizer)
     assert trainer.global_step == 3
     assert trainer.skipped_steps == 1
     # Momentum and moments are as they were, else the last step would be another one.
@@ -289,9 +261,6 @@ def test_a_batch_of_weight_zero_counts_for_nothing_whatever_its_finite_loss_is()
     data[1][1].fill_(1e6)
     trainer = train(weighing(lambda n: 0 if n == 1 else 2), data, gradient_accumulation_steps=3)
     assert_same_weights(weights(trainer.model), by_hand([[data[0], data[2]]]))
-
-
-# -- misuse
 
 
 def steps(trainer: Alone, batch: Batch, batch_idx: int) -> None:
@@ -309,9 +278,9 @@ def weighs_one_of_two(trainer: Alone, batch: Batch, batch_idx: int) -> None:
     trainer.backward(loss_of(trainer, batch), weight=2)
 
 
-def steps_a_plateau(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+def steps_the_wrong_way_round(trainer: Alone, batch: Batch, batch_idx: int) -> None:
     trainer.backward(loss_of(trainer, batch))
-    trainer.step(trainer.model, trainer.optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(trainer.optimizer))
+    trainer.step(trainer.optimizer, trainer.model)
 
 
 def goes_on_after_its_step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
@@ -323,12 +292,11 @@ def goes_on_after_its_step(trainer: Alone, batch: Batch, batch_idx: int) -> None
 @pytest.mark.parametrize(
     ("step", "accumulation", "told"),
     [
-        (steps_never, 1, r"no step\(\).*self\.step\(model, optimizer\)"),
         (steps_never, 3, r"no step\(\).*self\.step\(model, optimizer\)"),
         (weighing(lambda n: None if n else 2), 2, "Weight every micro-batch, or none"),
         (weighing(lambda n: 2 if n else None), 2, "Weight every micro-batch, or none"),
         (weighs_one_of_two, 1, r"\(model, other\).*model="),
-        (steps_a_plateau, 1, "post_val_epoch"),
+        (steps_the_wrong_way_round, 1, r"self\.step\(model, optimizer\)"),
         (goes_on_after_its_step, 1, "step"),
     ],
 )
@@ -356,43 +324,32 @@ def test_a_backward_between_two_windows_is_an_error_that_says_where_its_gradient
     def listener(self: Any, *args: Any) -> None:
         self.backward(self.model(batches(1)[0][0]).mean())
 
-    cls = type("Leaks", (Validates, Alone), {event: listener})
+    cls = type("Leaks", (small.Validates, Alone), {event: listener})
     with pytest.raises(StepError, match="between two windows"):
         cls(make_config(n_epochs=2), batches(2), batches(1)).fit()
 
 
-# -- what callbacks see of a window
-
-
-class Looks(dt.Callback):
-    """Notes what the window says at each event."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, bool]] = []
-        self.losses: list[list[float]] = []
-
-    def pre_fit(self, trainer: dt.AbstractTrainer) -> None:
-        trainer.accumulation_window.watch(lambda optimizer: None)
-        self.seen.append(("pre_fit", trainer.accumulation_window.is_open))
-
-    def pre_train_batch(self, trainer: dt.AbstractTrainer, batch: Any, batch_idx: int) -> None:
-        assert trainer.accumulation_window.batch is batch
-        self.seen.append(("pre_train_batch", trainer.accumulation_window.is_open))
-
-    def post_optimizer_step(self, trainer: dt.AbstractTrainer, model: Any, optimizer: Any) -> None:
-        self.losses.append([float(loss) for loss in trainer.accumulation_window.losses])
-        assert trainer.accumulation_window.loss_scale is None
-
-    def post_train_step(self, trainer: dt.AbstractTrainer) -> None:
-        self.seen.append(("post_train_step", trainer.accumulation_window.is_open))
-
-
 def test_a_window_is_open_until_it_is_counted_and_has_the_losses_of_its_last_micro_batch() -> None:
-    looks = Looks()
-    trainer = fit(Alone(make_config(n_epochs=1, gradient_accumulation_steps=2, callbacks=[looks]), batches(4)))
-    window = [("pre_train_batch", True), ("pre_train_batch", True), ("post_train_step", False)]
-    assert looks.seen == [("pre_fit", False), *window, *window]
-    assert looks.losses == [[trainer.losses[1]], [trainer.losses[3]]]
+    class Looks(dt.Callback):
+        def pre_fit(self, trainer: dt.AbstractTrainer) -> None:
+            trainer.accumulation_window.watch(lambda optimizer: None)
+            seen.append(trainer.accumulation_window.is_open)
+
+        def pre_train_batch(self, trainer: dt.AbstractTrainer, batch: Any, batch_idx: int) -> None:
+            assert trainer.accumulation_window.batch is batch
+            seen.append(trainer.accumulation_window.is_open)
+
+        def post_optimizer_step(self, trainer: dt.AbstractTrainer, model: Any, optimizer: Any) -> None:
+            seen.append([float(loss) for loss in trainer.accumulation_window.losses])
+            assert trainer.accumulation_window.loss_scale is None
+
+        def post_train_step(self, trainer: dt.AbstractTrainer) -> None:
+            seen.append(trainer.accumulation_window.is_open)
+
+    seen: list[Any] = []
+    trainer = small.fit(Alone(make_config(n_epochs=1, gradient_accumulation_steps=2, callbacks=[Looks()]), batches(4)))
+    windows = [[True, True, [loss], False] for loss in trainer.losses[1::2]]
+    assert seen == [False, *windows[0], *windows[1]]
 
 
 def test_a_parameter_group_added_during_training_is_stepped() -> None:
@@ -406,23 +363,18 @@ def test_a_parameter_group_added_during_training_is_stepped() -> None:
         return torch.optim.SGD(model[1].parameters(), lr=0.1)
 
     trainer = train(step, batches(2), make_optimizer=head_only)
-    model = filled_network()
+    model = small.filled_network()
     optimizer = head_only(model)
-    for number, (x, y, _) in enumerate(batches(2)):
-        if number == 1:  # as in plain PyTorch, the new parameters bring the gradients they have
-            optimizer.add_param_group({"params": list(model[0].parameters())})
-        mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for name, value in weights(model).items():
-        torch.testing.assert_close(weights(trainer.model)[name], value, rtol=1e-12, atol=1e-12)
+    losses = (mse_loss(model(x), y) for x, y, _ in batches(2))
+    small.train_on(optimizer, [next(losses)])
+    optimizer.add_param_group({"params": list(model[0].parameters())})  # which bring the gradients they have
+    small.train_on(optimizer, losses)
+    assert_same_weights(weights(trainer.model), model)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
 def test_step_waits_for_the_windows_last_micro_batch_and_logs_nothing_before(accumulation: int) -> None:
     class Unguarded(dt.LoggerMixin, Alone):
-        logged: ClassVar[list[float | None]] = []
-
         def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
             loss = loss_of(self, batch)
             self.backward(loss)
@@ -433,34 +385,29 @@ def test_step_waits_for_the_windows_last_micro_batch_and_logs_nothing_before(acc
             super().setup()
             self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
 
-        def on_log(self, metrics: dict[str, float], step: int) -> None:
-            self.logged.append(metrics.get("train/norm"))
+    def halving(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = sgd(model)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        optimizer.register_step_post_hook(lambda *_: schedule.step())
+        return optimizer
 
     config = make_config(n_epochs=1, gradient_accumulation_steps=accumulation, log_every=1)
-    trainer = fit(Unguarded(config, batches(6)))
+    trainer = small.fit(Unguarded(config, batches(6)))
     norms = trainer.losses[accumulation - 1 :: accumulation]
     assert [norm is None for norm in trainer.losses] == ([True] * (accumulation - 1) + [False]) * (6 // accumulation)
-    assert Unguarded.logged[: len(norms)] == pytest.approx([float(norm) for norm in norms])
-    expected, data = filled_network(), batches(6)
-    optimizer = sgd(expected)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    for first in range(0, 6, accumulation):
-        window = data[first : first + accumulation]
-        sum(mse_loss(expected(x), y) / len(window) for x, y, *_ in window).backward()
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-    assert_same_weights(weights(trainer.model), expected)
-
-
-def zeroes_after_its_step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
-    steps(trainer, batch, batch_idx)
-    trainer.optimizer.zero_grad()
+    logged = [norm for _, norm in trainer.history_of("train/norm")]
+    assert logged == pytest.approx([float(norm) for norm in norms])
+    assert_same_weights(weights(trainer.model), by_hand(windows_of(batches(6), accumulation), make_optimizer=halving))
 
 
 def zeroes_before_its_backward(trainer: Alone, batch: Batch, batch_idx: int) -> None:
     trainer.optimizer.zero_grad()
     steps(trainer, batch, batch_idx)
+
+
+def zeroes_after_its_step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+    steps(trainer, batch, batch_idx)
+    trainer.optimizer.zero_grad()
 
 
 def steps_twice(trainer: Alone, batch: Batch, batch_idx: int) -> None:

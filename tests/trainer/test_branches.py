@@ -51,9 +51,7 @@ def by_hand(rates: list[float], seen: list[list[int]]) -> nn.Module:
     optimizer = small.sgd(model)
     for rate, numbers in zip(rates, seen, strict=True):
         optimizer.param_groups[0]["lr"] = rate
-        mse_loss(model(data.x[numbers]), data.y[numbers]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        small.train_on(optimizer, [mse_loss(model(data.x[numbers]), data.y[numbers])])
     return model
 
 

@@ -1,10 +1,8 @@
 """What training changes of a model beside its values comes back on a resume, against a loop by hand in float64."""
 
-import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ import dream_trainer as dt
 from tests.api import DistributedDataLoader
 from tests.trainer import small
 from tests.trainer.saves import make_config
-from tests.trainer.small import WIDTH, Samples, fill, weights
+from tests.trainer.small import WIDTH, Samples, fill, train_on, weights
 from tests.worlds import run_world
 
 GLOBAL_BATCH, PER_EPOCH, STOP, LAST = 4, 2, 5, 8
@@ -128,15 +126,12 @@ def by_hand(has_queue: bool) -> State:
         if not has_queue and step == PER_EPOCH:
             freeze(model, learns=True)
         rows = slice(GLOBAL_BATCH * (step % PER_EPOCH), GLOBAL_BATCH * (step % PER_EPOCH + 1))
-        mse_loss(model(samples.x[rows]), samples.y[rows]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_on(optimizer, [mse_loss(model(samples.x[rows]), samples.y[rows])])
     return weights(model) | {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
 def assert_close(found: State, wanted: State) -> None:
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close({name: found[name] for name in wanted}, wanted, rtol=1e-11, atol=1e-11)
 
 
 def assert_equal(found: State, wanted: State) -> None:
@@ -145,27 +140,22 @@ def assert_equal(found: State, wanted: State) -> None:
 
 @pytest.mark.pitfall(97)
 @pytest.mark.parametrize("kind", [Sharded, ShardedQueue])
-def test_one_process_goes_on_with_the_models_form(kind: type[Any], caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "dream_trainer"):
-        straight, resumed = straight_and_resumed(kind)
+def test_one_process_goes_on_with_the_models_form(kind: type[Any]) -> None:
+    straight, resumed = straight_and_resumed(kind)
     assert_close(straight, by_hand(kind.has_queue))
     assert_equal(resumed, straight)
 
 
-class TwoRanks(NamedTuple):
-    """What a rank of two found, by the trainer's name: the run that was not stopped, and the one that was."""
+KINDS: list[type[Any]] = [Sharded, ReplicatedQueue]
+Pairs = dict[str, tuple[State, State]]
+"""By the trainer's name: the run that was not stopped, and the one that was."""
 
-    pairs: dict[str, tuple[State, State]]
 
-
-def train_on_two(directory: str) -> TwoRanks:
+def train_on_two(directory: str) -> Pairs:
     os.chdir(directory)
     pairs = {kind.__name__: straight_and_resumed(kind) for kind in KINDS}
     train(Sharded, "to one", STOP)
-    return TwoRanks(pairs)
-
-
-KINDS: list[Callable[..., Any]] = [Sharded, ReplicatedQueue]
+    return pairs
 
 
 @pytest.fixture(scope="module")
@@ -174,15 +164,15 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(directory: Path) -> list[TwoRanks]:
+def two_ranks(directory: Path) -> list[Pairs]:
     return run_world(train_on_two, 2, str(directory))
 
 
 @pytest.mark.pitfall(97)
 @pytest.mark.parametrize("kind", [kind.__name__ for kind in KINDS])
-def test_two_ranks_go_on_with_the_models_form(two_ranks: list[TwoRanks], kind: str) -> None:
+def test_two_ranks_go_on_with_the_models_form(two_ranks: list[Pairs], kind: str) -> None:
     for rank, found in enumerate(two_ranks):
-        straight, resumed = found.pairs[kind]
+        straight, resumed = found[kind]
         assert_equal(resumed, straight)
         if "Queue" in kind:
             assert straight["queue.rows"].shape == (LAST * (1 + rank), WIDTH)

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,9 @@ import torch
 
 import dream_trainer as dt
 from tests.api import CheckpointError, ConfigError, parse, read_shared
-from tests.trainer.saves import STEPS, Saves, fit, make_config, run, steps_of
+from tests.trainer.saves import NOTHING, STEPS, Saves, fit, make_config, run, steps_of
 from tests.trainer.small import Batch, assert_same_weights, weights
 from tests.worlds import run_world
-
-# -- when
 
 
 @pytest.mark.parametrize(
@@ -48,8 +45,6 @@ def test_fast_dev_run_writes_no_checkpoint_and_reads_none() -> None:
     assert trainer.global_step == 1
     assert trainer.saved == trainer.loaded == []
     assert steps_of(trainer) == [6]
-    fresh = run(experiment="other", training={"n_epochs": 1, "fast_dev_run": True})
-    assert not fresh.checkpoint_dir.exists()
 
 
 @pytest.mark.pitfall(6)
@@ -78,33 +73,6 @@ def test_state_of_a_type_that_cannot_be_kept_is_an_error_before_the_first_step()
     assert trainer.local_batches == 0
 
 
-def test_the_users_own_state_comes_back_as_what_it_was() -> None:
-    given = {"counts": {1: "one", 2: (3, 4.5)}, "table": torch.arange(3), "nan": float("nan"), "bytes": b"\0\xff"}
-    back: list[dict[str, Any]] = []
-
-    class Own(Saves):
-        def state_dict(self) -> dict[str, Any]:
-            return super().state_dict() | given
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            super().load_state_dict(state)
-            back.append(state)
-
-        def rank_state_dict(self) -> dict[str, Any]:
-            return super().rank_state_dict() | {"place": (self.world.rank, None)}
-
-        def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-            super().load_rank_state_dict(state)
-            back.append(state)
-
-    fit(Own(make_config()))
-    fit(Own(make_config()))
-    shared, rank = back
-    assert torch.equal(shared.pop("table"), given["table"])
-    assert repr(shared) == repr({name: value for name, value in given.items() if name != "table"})
-    assert rank == {"place": (0, None)}
-
-
 class Counts(dt.Callback):
     """Counts the steps it saw, in all processes."""
 
@@ -121,32 +89,23 @@ class Counts(dt.Callback):
         self._seen = state["seen"]
 
 
-class Loses(Counts):
-    pass
-
-
 @pytest.mark.pitfall(50)
 def test_callbacks_of_one_class_get_their_own_state_and_lost_ones_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    run(callbacks=[Counts(), Loses(), Counts(100)])
+    loses, new_comer = (type(name, (Counts,), {})() for name in ("Loses", "NewComer"))
+    run(callbacks=[Counts(), loses, Counts(100)])
     one, two = Counts(), Counts()
     with caplog.at_level(logging.WARNING, "dream_trainer"):
-        run(training={"n_epochs": 2}, callbacks=[one, two, NewComer()])
+        run(training={"n_epochs": 2}, callbacks=[one, two, new_comer])
     assert (one._seen, two._seen) == (12, 112)
     assert "no state of callback NewComer" in caplog.text
     assert "no longer there: Loses" in caplog.text
 
 
-class NewComer(Counts):
-    pass
-
-
-@pytest.mark.parametrize("form", ["step", "relative", "absolute"])
-def test_a_step_or_a_path_is_resumed_instead_of_the_newest(form: str) -> None:
+@pytest.mark.parametrize("is_absolute", [False, True])
+def test_a_path_is_resumed_instead_of_the_newest(is_absolute: bool) -> None:
     earlier = run(training={"n_epochs": 2}, save_every_n_steps=2)
     path = earlier.checkpoint_dir / "step_00000004"
-    resume = {"step": 4, "relative": str(path), "absolute": str(path.resolve())}[form]
-    experiment = "run" if form == "step" else "other"
-    trainer = run(experiment=experiment, training={"n_epochs": 2}, resume=resume)
+    trainer = run(experiment="other", training={"n_epochs": 2}, resume=str(path.resolve() if is_absolute else path))
     assert trainer.loaded == ["step_00000004"]
     assert trainer.seen == earlier.seen[4:]
     assert_same_weights(weights(trainer.model), weights(earlier.model))
@@ -186,16 +145,17 @@ def test_a_finished_run_goes_on_under_a_larger_limit(limit: dict[str, int]) -> N
     assert_same_weights(weights(longer.model), weights(straight.model))
 
 
-def test_another_seed_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"seed": 43}, r"seed=42, and this run has 43.*Set seed=42.*another name, such as experiment='run-seed-43'"),
+        ({"training": {"n_epochs": 2, "gradient_accumulation_steps": 2}}, "global_batch_size=2, and this run has 4"),
+    ],
+)
+def test_another_seed_or_global_batch_is_refused(changed: dict[str, Any], told: str) -> None:
     run()
-    with pytest.raises(CheckpointError, match=r"seed=42, and this run has 43.*Set seed=42"):
-        run(seed=43, training={"n_epochs": 2})
-
-
-def test_another_global_batch_is_refused() -> None:
-    run()
-    with pytest.raises(CheckpointError, match="global_batch_size=2, and this run has 4"):
-        run(training={"n_epochs": 2, "gradient_accumulation_steps": 2})
+    with pytest.raises(CheckpointError, match=told):
+        run(**{"training": {"n_epochs": 2}} | changed)
 
 
 @pytest.mark.pitfall(56)
@@ -214,33 +174,6 @@ def test_an_edited_learning_rate_is_reported_and_other_fields_are_not(caplog: py
     assert "config differs" not in caplog.text
 
 
-class Interrupted(Saves):
-    """Sends itself a signal in the middle of step 3."""
-
-    number = signal.SIGINT
-
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        if self.global_step == 2:
-            os.kill(os.getpid(), self.number)
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_its_step_and_it_goes_on(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    expected = run(experiment="straight")
-    stopped = Interrupted(make_config())
-    stopped.number = number
-    with pytest.raises(SystemExit) as ended:
-        stopped.fit()
-    assert ended.value.code == 128 + number
-    assert stopped.saved == steps_of(stopped) == [3]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    trainer = run()
-    assert stopped.seen + trainer.seen == expected.seen
-    assert_same_weights(weights(trainer.model), weights(expected.model))
-
-
 class AsksOnRank1(Saves):
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         if self.global_step == 2 and self.world.rank == 1:
@@ -248,25 +181,15 @@ class AsksOnRank1(Saves):
         return super().training_step(batch, batch_idx)
 
 
-def at_two() -> dict[str, Any]:
-    """What one of two ranks sees of a save that the other asked for, and of a finished run started again."""
-    config = make_config(save_every_n_epochs=None, save_at_end=False)
-    asked = fit(AsksOnRank1(config, length=4 * STEPS))
-    again = fit(Saves(make_config(), length=4 * STEPS))
-    third = fit(Saves(make_config(), length=4 * STEPS))
-    return {
-        "saved": asked.saved,
-        "again": (again.loaded, again.saved, again.seen == asked.seen[3:]),
-        "third": (third.loaded, third.saved, third.seen),
-    }
+def at_two() -> list[int]:
+    return fit(AsksOnRank1(make_config(**NOTHING), length=4 * STEPS)).saved
 
 
-def test_a_save_asked_for_by_one_rank_is_made_by_all_and_resumed_by_all() -> None:
-    one, two = run_world(at_two, 2)
-    assert one == two
-    assert one["saved"] == [3]  # the step it was asked for in
-    assert one["again"] == (["step_00000003"], [STEPS], True)
-    assert one["third"] == ([f"step_{STEPS:08d}"], [], [])
+def test_a_save_asked_for_by_one_rank_is_made_by_all_at_that_step() -> None:
+    assert run_world(at_two, 2) == [[3], [3]]
+
+
+BEST = {"save_on_best": True, "best_metric": "val/distance", "best_mode": "min", "training": {"n_epochs": 3}}
 
 
 class BestInTheMiddle(Saves):
@@ -286,8 +209,7 @@ class BestInTheMiddle(Saves):
 def best_and_last(directory: str) -> tuple[bool, bool, bool]:
     """Whether the best weights are those of the best validation, whether they are the last, and whether fit goes on."""
     os.chdir(directory)
-    options = {"save_on_best": True, "keep_best": 1, "best_metric": "val/distance", "best_mode": "min"}
-    with BestInTheMiddle(make_config(training={"n_epochs": 3}, **options)) as trainer:
+    with BestInTheMiddle(make_config(keep_best=1, **BEST)) as trainer:
         with pytest.raises(CheckpointError, match=r"no checkpoint has a value of val/distance but NaN\. Train first"):
             trainer.load_best()
         trainer.fit()
@@ -303,11 +225,9 @@ def best_and_last(directory: str) -> tuple[bool, bool, bool]:
 def loaded_in_mid_run(directory: str) -> bool:
     """Whether training went on from the best weights, which all ranks have, as if nothing had been loaded."""
     os.chdir(directory)
-    options = {"save_on_best": True, "keep_best": 1, "best_metric": "val/distance", "best_mode": "min"}
     found = []
     for experiment in ("loads", "straight"):
-        config = make_config(experiment=experiment, training={"n_epochs": 3}, **options)
-        with BestInTheMiddle(config) as trainer:
+        with BestInTheMiddle(make_config(experiment=experiment, keep_best=1, **BEST)) as trainer:
             trainer.fit()
             found.append(weights(trainer.model))
     return all(torch.equal(found[0][name], found[1][name]) for name in found[1])
@@ -318,8 +238,7 @@ def test_the_best_is_loaded_in_mid_run_on_all_ranks_alike(tmp_path: Path) -> Non
 
 
 def test_a_best_that_was_not_kept_is_said_with_both_values(caplog: pytest.LogCaptureFixture) -> None:
-    options = {"save_on_best": True, "keep_last": 1, "best_metric": "val/distance", "best_mode": "min"}
-    with BestInTheMiddle(make_config(training={"n_epochs": 3}, **options)) as trainer:
+    with BestInTheMiddle(make_config(keep_last=1, **BEST)) as trainer:
         trainer.fit()
         assert trainer.load_best().name == "step_00000018"
         with pytest.raises(ConfigError, match="'minimum'"):
@@ -343,8 +262,7 @@ class Wrapped(BestInTheMiddle):
 
 
 def test_the_best_of_a_model_that_was_compiled_as_a_whole_is_loaded() -> None:
-    options = {"save_on_best": True, "keep_best": 1, "best_metric": "val/distance", "best_mode": "min"}
-    with Wrapped(make_config(training={"n_epochs": 3}, **options)) as trainer:
+    with Wrapped(make_config(keep_best=1, **BEST)) as trainer:
         trainer.fit()
         trainer.load_best()
         found, best = weights(trainer.model), vars(trainer)["validated"][0.0]

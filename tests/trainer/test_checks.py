@@ -1,13 +1,15 @@
-"""What a trainer's constructor refuses of its class and callbacks before anything runs: hooks that cannot be called."""
+"""What a trainer's constructor refuses of its class, its mixins and callbacks before anything runs."""
 
 import functools
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 
 import dream_trainer as dt
-from tests.api import HookError
+from tests.api import ConfigError, HookError
+from tests.trainer import saves
 from tests.trainer.small import Alone, Batch, batches, fit, make_config
 
 
@@ -89,3 +91,46 @@ def test_hooks_that_can_take_their_arguments_are_left_alone_however_they_are_wri
 
     trainer = fit(Lenient(make_config(n_epochs=1, callbacks=[Watches()]), batches(1), batches(1)))
     assert trainer.local_batches == 1
+
+
+class Keeps(dt.AbstractTrainer):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_state("mine", lambda: 1, lambda saved: None)
+
+
+class KeepsToo(dt.AbstractTrainer):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_state("mine", lambda: 2, lambda saved: None, scope="rank")
+
+
+def test_two_mixins_with_one_name_for_their_state_are_an_error() -> None:
+    with pytest.raises(HookError, match=r"^register_state\('mine'\) was called twice: one state would replace"):
+        type("Trainer", (Alone, Keeps, KeepsToo), {})(make_config())
+
+
+def test_a_hook_that_forgets_super_is_told_so() -> None:
+    class Forgets(dt.AbstractTrainer):
+        def _window_finished(self, *, is_last: bool) -> None:
+            pass
+
+    with pytest.raises(HookError, match=r"Forgets._window_finished does not call super\(\)._window_finished"):
+        type("Trainer", (Alone, Forgets), {})(make_config())
+
+
+@dataclass(kw_only=True)
+class NeededConfigMixin:
+    needed: dict[str, int] = field(default_factory=dict)
+
+
+class Needs(dt.AbstractTrainer):
+    _config_class = NeededConfigMixin
+
+
+def test_a_missing_field_is_told_with_a_class_of_the_user_s_own_name() -> None:
+    config = dt.DreamTrainerConfig(project="p", group="g", experiment="e")
+    with pytest.raises(ConfigError, match=r"class Config\(DreamTrainerConfig, NeededConfigMixin\)`, and"):
+        type("Trainer", (dt.DreamTrainer, Needs), {})(config)
+    with pytest.raises(ConfigError, match=r"Write `class Config\(Config, NeededConfigMixin\)`"):
+        type("Trainer", (saves.Saves, Needs), {})(saves.make_config())

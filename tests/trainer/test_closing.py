@@ -4,7 +4,7 @@ import fcntl
 import logging
 import time
 import traceback
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 import dream_trainer as dt
 from dream_trainer.distributed import job_store
 from tests.api import DistributedDataLoader, Logger, Stamp, StepError
-from tests.trainer.small import Alone, Batch, Samples, Spread, batches, make_config
+from tests.trainer.small import Alone, Batch, Samples, Spread, batches, make_config, told
 from tests.worlds import run_world
 
 
@@ -54,18 +54,13 @@ class Ends(Alone, dt.CheckpointMixin, dt.LoggerMixin):
             self.log("x", 1.0, reduce="max")
         return super().training_step(batch, batch_idx)
 
-    def state_dict(self) -> dict[str, Any]:
-        if self.global_step and self.fails_in == "save":
-            raise RuntimeError("this state is lost")
-        return {}
-
     def teardown(self) -> None:
         if self.fails_in == "teardown":
             raise RuntimeError("torn")
 
 
-def ending(*places: Places, fails_in: str = "", every: int = 1) -> Ends:
-    config = make_config(n_epochs=1)
+def ending(*places: Places, fails_in: str = "", every: int = 1, callbacks: Sequence[dt.Callback] = ()) -> Ends:
+    config = make_config(n_epochs=1, callbacks=callbacks)
     config.logger_parameters = dt.LoggerParameters(loggers=(), log_every_n_steps=every, strict=True)
     trainer = Ends(config, batches(5))
     trainer.places, trainer.fails_in = places, fails_in
@@ -83,9 +78,17 @@ def directory_is_free() -> bool:
     return True
 
 
-def test_after_a_failed_teardown_the_last_line_is_written_and_the_first_exception_is_raised() -> None:
+def test_after_failed_teardowns_all_is_closed_with_its_last_line_and_the_first_exception_is_raised() -> None:
+    class Fails(dt.Callback):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def teardown(self, trainer: Any) -> None:
+            raise OSError(self.name)
+
     broken, whole = Places(closes=False), Places()
-    trainer = ending(broken, whole, fails_in="teardown", every=10)
+    callbacks = [Fails("one"), Fails("two")]
+    trainer = ending(broken, whole, fails_in="teardown", every=10, callbacks=callbacks)
     trainer.fit()
     assert not directory_is_free()
     trainer.log("last", 1.0)
@@ -95,8 +98,9 @@ def test_after_a_failed_teardown_the_last_line_is_written_and_the_first_exceptio
     assert not broken.is_open
     assert not whole.is_open
     assert directory_is_free()
-    assert len(raised.value.__notes__) == 1
-    assert "OSError: the disk is full" in raised.value.__notes__[0]
+    notes = raised.value.__notes__
+    assert len(notes) == 3
+    assert all(text in note for text, note in zip(("one", "two", "OSError: the disk is full"), notes, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -138,9 +142,7 @@ def test_who_fails_on_an_exception_hides_neither_it_nor_keeps_it_from_the_others
         def on_exception(self, trainer: Any, exc: BaseException) -> None:
             heard.append(exc)
 
-    config = replace(ending().config, callbacks=[Fails(), Hears()])
-    trainer = Ends(config, batches(5))
-    trainer.fails_in = "step"
+    trainer = ending(fails_in="step", callbacks=[Fails(), Hears()])
     with pytest.raises(KeyError, match="the cause") as raised, trainer:
         trainer.fit()
     assert heard == [raised.value]
@@ -148,53 +150,16 @@ def test_who_fails_on_an_exception_hides_neither_it_nor_keeps_it_from_the_others
     assert [manifest.step for manifest in trainer.checkpoints()] == [3]
 
 
-def test_a_listener_that_fails_when_the_trainer_closes_keeps_nobody_from_closing() -> None:
-    closed: list[str] = []
-
-    class Fails(dt.Callback):
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def teardown(self, trainer: Any) -> None:
-            closed.append(self.name)
-            raise OSError(self.name)
-
-    trainer = Alone(make_config(n_epochs=1, callbacks=[Fails("one"), Fails("two")]), batches(2))
-    trainer.fit()
-    with pytest.raises(OSError, match="one") as raised:
-        trainer.close()
-    assert closed == ["one", "two"]
-    (note,) = raised.value.__notes__
-    assert "two" in note
-
-
-def test_what_cannot_be_saved_after_an_exception_is_said_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    class Fails(Ends):
-        def post_train_step(self) -> None:
-            self.fails_in = "save"
-            raise KeyError("the cause")
-
-    with pytest.raises(KeyError, match="the cause"), Fails(ending().config, batches(5)) as trainer:
-        trainer.fit()
-    (said,) = [text for text in caplog.messages if "could not be saved" in text]
-    assert said.startswith("step 1 could not be saved: CheckpointError: ")
-    assert "this state is lost" in said
-    assert "\n" not in said
-
-
 def close_one_after_the_other() -> tuple[list[str], int]:
     """Rank 0 closes more than a second before rank 1."""
     job_store.SAYS_SO_AFTER_SECONDS = 0.3
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dream_trainer").addHandler(handler)
     trainer = Spread(make_config(max_steps=2), DistributedDataLoader(Samples(8), 2))
     trainer.fit()
     if not trainer.world.is_main:
         time.sleep(1.5)
-    trainer.close()
-    return [line for line in told if "closes its trainer" in line], trainer.global_step
+    with told() as lines:
+        trainer.close()
+    return [line for line in lines if "closes its trainer" in line], trainer.global_step
 
 
 def test_a_rank_that_closes_alone_says_that_it_waits_for_the_others() -> None:

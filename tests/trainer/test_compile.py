@@ -11,7 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dream_trainer as dt
+from dream_trainer.compat import async_collectives
 from tests.api import ConfigError, DistributedDataLoader, fsdp_modules
+from tests.overlap import overlap_on_the_cpu
+from tests.trainer import arithmetic, test_tensor_parallel as split
 from tests.trainer.arithmetic import full
 from tests.trainer.small import run_config
 from tests.worlds import run_world
@@ -20,21 +23,22 @@ WIDTH, N_BLOCKS, N_STEPS = 8, 4, 5
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
+        self.dropout = dropout
         self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        return x + self.down(F.dropout(F.gelu(self.up(self.norm(x))), self.dropout, self.training))
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         # Before the blocks, so that all of them are given what needs a gradient: else the first is compiled by itself.
         self.embed = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(N_BLOCKS))
+        self.layers = nn.ModuleList(Block(dropout) for _ in range(N_BLOCKS))
         self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -149,10 +153,9 @@ def test_compiled_blocks_learn_what_eager_ones_do(ranks: list[dict[str, Any]], r
         assert len(eager["losses"]) == N_STEPS
         assert compiled["losses"] == pytest.approx(eager["losses"], rel=1e-4)
         assert compiled["validation"] == pytest.approx(eager["validation"], rel=1e-4)
-        assert list(compiled["weights"]) == list(Net().state_dict())
+        assert list(compiled["weights"]) == list(eager["weights"]) == list(Net().state_dict())
         assert compiled["groups"] == (N_BLOCKS + 1 if len(ranks) > 1 else 0)
-        for name, weight in eager["weights"].items():
-            torch.testing.assert_close(compiled["weights"][name], weight, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(compiled["weights"], eager["weights"], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.pitfall(23)
@@ -208,3 +211,44 @@ def test_split_layers_are_not_compiled_where_pytorch_cannot() -> None:
     variable = replace(config, compile_parameters=dt.CompileParameters(dynamic=True))
     with pytest.raises(ConfigError, match="dynamic=True with tensor_parallel=2.*Use dynamic=False"):
         Split(variable).apply_compile()
+
+
+CELL = split.Cell(2, "sequence", arithmetic.Case(accumulation=2, weighted=True, clip=0.05, optimizer="adamw"))
+
+
+def overlapping() -> Any:
+    config = split.config_of(CELL)
+    return replace(
+        config,
+        device_parameters=replace(config.device_parameters, compile=True),
+        compile_parameters=dt.CompileParameters(async_tensor_parallel=True),
+    )
+
+
+def test_an_overlap_without_compiled_blocks_is_refused() -> None:
+    config = replace(
+        split.config_of(split.Cell(1, "layers", arithmetic.Case())),
+        compile_parameters=dt.CompileParameters(async_tensor_parallel=True),
+    )
+    refusal = pytest.raises(ConfigError, match=r"of compiled blocks. Set device_parameters.compile=True")
+    with refusal, split.Trained(config) as trainer:
+        trainer.fit()
+
+
+def trained() -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patches, overlap_on_the_cpu() as calls:
+        patches.setattr(async_collectives, "why_memory_is_not_shared", lambda group, device: None)
+        with split.Trained(overlapping()) as trainer:
+            trainer.fit()
+            return {"norms": trainer.norms, "weights": split.weights_of(trainer.model), "calls": dict(calls)}
+
+
+@pytest.mark.slow
+def test_products_in_pieces_train_as_whole_ones_do() -> None:
+    expected = arithmetic.reference(CELL.case)
+    for result in run_world(trained, 2):
+        assert min(result["calls"].values()) > 0
+        assert len(result["calls"]) == 2
+        assert result["norms"] == pytest.approx([float(norm) for norm in expected["norms"]], rel=1e-9)
+        own = {f"model.{name}": weight for name, weight in result["weights"].items()}
+        torch.testing.assert_close(own, expected["weights"], rtol=1e-9, atol=1e-9)

@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import Shard
 
-from tests.api import DistributedDataLoader, declare_random_layer, in_backward
+from tests.api import DistributedDataLoader, in_backward
 from tests.trainer.arithmetic import fill
 from tests.trainer.sequences import LENGTH, Block, Case, Model, Rows, Trained, config_of
 from tests.worlds import run_world
@@ -160,43 +159,3 @@ def test_a_loop_by_hand_that_draws_the_same_trains_the_same() -> None:
         assert second["norms"] == pytest.approx(norms, rel=1e-10)
         for metrics in first["metrics"]:  # the same numbers at each validation
             assert metrics["val/loss"] == pytest.approx(loss, rel=1e-10)
-
-
-class Dropping(Trained):
-    """Notes what its dropouts drop."""
-
-    is_declared = False
-
-    def configure_models(self) -> None:
-        super().configure_models()
-        self.dropped: list[Tensor] = []
-        for block in self.model.blocks:
-            if self.is_declared:
-                assert self.world.mesh is not None
-                declare_random_layer(block.dropout, self.world.mesh["cp"], Shard(1))
-            block.dropout.register_forward_hook(self.note)
-
-    def note(self, dropout: torch.nn.Module, given: Any, kept: Tensor) -> None:
-        if dropout.training:
-            self.dropped.append(kept == 0)
-
-
-class Declared(Dropping):
-    is_declared = True
-
-
-def drop() -> list[list[Tensor]]:
-    dropped = []
-    for kind in (Dropping, Declared):
-        with kind(config_of(Case(2, dropout=0.5), max_steps=2, val_every_n_epochs=None)) as trainer:
-            trainer.fit()
-            dropped.append(trainer.dropped)
-    return dropped
-
-
-def test_dropout_drops_the_same_places_of_each_part_unless_it_is_declared() -> None:
-    (plain, declared), (other_plain, other_declared) = run_world(drop, 2)
-    assert len(plain) == len(declared) == 4
-    assert all(torch.equal(one, other) for one, other in zip(plain, other_plain, strict=True))
-    assert not any(torch.equal(one, other) for one, other in zip(declared, other_declared, strict=True))
-    assert not torch.equal(plain[0], plain[2])

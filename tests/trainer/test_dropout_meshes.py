@@ -1,18 +1,22 @@
-"""Random layers drop the same where ranks have the same samples, or parts of them, and not where they have others."""
+"""Random layers drop the same where ranks have the same samples, or parts of them; not where they have others, or say
+so."""
 
-import logging
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
+from tests.api import declare_random_layer
 from tests.trainer import mixtures, sequences
+from tests.trainer.small import told
 from tests.worlds import run_world
 
 CASES: dict[str, Any] = {
     "tensor parallel": sequences.Case(tp=2, dropout=0.5),
     "data parallel": sequences.Case(dp=2, dropout=0.5),
     "context parallel": sequences.Case(2, dropout=0.5),
+    "context parallel, declared": sequences.Case(2, dropout=0.5),
     "expert parallel": mixtures.Case(2, ep=2),
 }
 
@@ -30,6 +34,14 @@ class Dropping(sequences.Trained):
             self.dropped.append((output == 0).flatten()[:64])
 
 
+class Declaring(Dropping):
+    def configure_models(self) -> None:
+        super().configure_models()
+        assert self.world.mesh is not None
+        for block in self.model.blocks:
+            declare_random_layer(block.dropout, self.world.mesh["cp"], Shard(1))
+
+
 class Drawing(mixtures.Trained):
     """Notes what its first step draws."""
 
@@ -38,29 +50,18 @@ class Drawing(mixtures.Trained):
         return super().training_step(batch, batch_idx)
 
 
-class Said(logging.Handler):
-    """What is said of dropouts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if "declare_random_layer" in record.getMessage():
-            self.messages.append(record.getMessage())
-
-
 def train() -> tuple[dict[str, Tensor], list[str]]:
-    found, said = {}, Said()
-    logging.getLogger("dream_trainer").addHandler(said)
-    for name, case in CASES.items():
-        kind: Any = Drawing if isinstance(case, mixtures.Case) else Dropping
-        of = mixtures.config_of(case, training={"max_steps": 1}) if kind is Drawing else None
-        config = of or sequences.config_of(case, max_steps=1, val_every_n_epochs=None)
-        with kind(config) as trainer:
-            trainer.fit()
-            found[name] = trainer.dropped[0]
-    return found, said.messages
+    kinds: dict[str, Any] = {"expert parallel": Drawing, "context parallel, declared": Declaring}
+    found = {}
+    with told() as lines:
+        for name, case in CASES.items():
+            kind = kinds.get(name, Dropping)
+            of = mixtures.config_of(case, training={"max_steps": 1}) if kind is Drawing else None
+            config = of or sequences.config_of(case, max_steps=1, val_every_n_epochs=None)
+            with kind(config) as trainer:
+                trainer.fit()
+                found[name] = trainer.dropped[0]
+    return found, [line for line in lines if "declare_random_layer" in line]
 
 
 def test_what_ranks_drop_is_equal_on_the_axes_of_split_layers_and_sequences_and_on_no_other() -> None:

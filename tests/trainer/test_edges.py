@@ -7,7 +7,7 @@ from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import dream_trainer as dt
-from tests.api import HookError, StepError
+from tests.api import StepError
 from tests.trainer.small import Batch, Spread, batches, make_config
 
 
@@ -36,7 +36,7 @@ def plateau() -> Plateau:
 
 def test_a_step_that_is_refused_is_none_and_the_last_finished_one_is_saved() -> None:
     with plateau() as trainer:
-        with pytest.raises(StepError, match="ReduceLROnPlateau needs a metric"):
+        with pytest.raises(StepError, match="ReduceLROnPlateau needs a metric.*post_val_epoch"):
             trainer.fit()
         assert [checkpoint.step for checkpoint in trainer.checkpoints()] == [3]
         trainer.refused_after = None
@@ -66,13 +66,3 @@ def test_a_closed_trainers_files_stay_where_they_are() -> None:
     trainer.config.experiment = "another"
     assert trainer.run_dir == directory
     assert [checkpoint.step for checkpoint in trainer.checkpoints()] == [6]
-
-
-@pytest.mark.pitfall(88)
-@pytest.mark.parametrize("name", ["warn_once", "request_stop"])
-def test_a_public_method_of_ours_is_not_replaced_by_one_that_does_not_call_it(name: str) -> None:
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
-        return None
-
-    with pytest.raises(HookError, match=rf"Mine\.{name} has a name that the framework uses"):
-        type("Mine", (Plateau,), {name: replacement})(make_config())

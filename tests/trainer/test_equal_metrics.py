@@ -13,8 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import dream_trainer as dt
 from tests.api import World
-from tests.trainer.small import Batch, Samples, Sharded, Spread, Validates, fit, make_config
-from tests.trainer.test_joined_buffers import told
+from tests.trainer.small import Batch, Samples, Sharded, Spread, Validates, fit, make_config, told
 from tests.trainer.test_rank_differences import loader
 from tests.worlds import run_world
 

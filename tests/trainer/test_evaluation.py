@@ -13,23 +13,12 @@ from torchmetrics import MeanAbsoluteError, MeanSquaredError, Metric, MetricColl
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader, EvalParameters, HookError, PerRankLoader
-from tests.trainer.small import (
-    Alone,
-    Batch,
-    Samples,
-    Sharded,
-    Spread,
-    Validates,
-    batches,
-    fit,
-    make_config,
-    network,
-    weights,
-)
+from tests.trainer import small
+from tests.trainer.small import Alone, Batch, Samples, batches, fit, make_config, weights
 from tests.worlds import run_world
 
 
-class Checked(Validates, Alone, dt.EvalMixin):
+class Checked(small.Validates, Alone, dt.EvalMixin):
     def post_val_epoch(self, metrics: dict[str, float]) -> None:
         self.metrics = [*vars(self).get("metrics", []), metrics]
 
@@ -62,7 +51,7 @@ def test_named_loaders_are_validated_under_their_names() -> None:
 
 
 class Scripted(Checked):
-    """Validates to given values, one after the other."""
+    """small.Validates to given values, one after the other."""
 
     def __init__(self, config: Any, values: list[float]) -> None:
         super().__init__(config, batches(1), batches(1))
@@ -185,7 +174,7 @@ def sum_of_entries() -> Any:
     return SumOfEntries()
 
 
-class Measured(Validates):
+class Measured(small.Validates):
     """The same measures by torchmetrics and by hand."""
 
     def configure_metrics(self) -> None:
@@ -308,11 +297,11 @@ def test_a_metric_of_several_numbers_and_names_that_are_taken_are_said_once(capl
     ]
 
 
-class SpreadMeasured(Measured, Spread, dt.EvalMixin):
+class SpreadMeasured(Measured, small.Spread, dt.EvalMixin):
     pass
 
 
-class ShardedMeasured(Measured, Sharded, dt.EvalMixin):
+class ShardedMeasured(Measured, small.Sharded, dt.EvalMixin):
     pass
 
 
@@ -339,7 +328,7 @@ def measure() -> dict[str, Any]:
 
 
 def by_hand(state: dict[str, torch.Tensor], numbers: list[int]) -> dict[str, float]:
-    model = network()
+    model = small.network()
     model.load_state_dict(state)
     data = Samples(8)
     with torch.no_grad():
@@ -375,7 +364,7 @@ def test_metrics_are_exact_over_ranks_with_padding_batches_and_predictions_are_i
         else:
             numbers = list(range(7))
             assert set(alone) == set(metrics)
-            model = network()
+            model = small.network()
             model.load_state_dict(state)
             torch.testing.assert_close(predicted, model(Samples(7).x).detach())
             assert all(torch.equal(rank[case][3], predicted) for rank in results)

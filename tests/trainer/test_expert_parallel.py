@@ -1,8 +1,10 @@
-"""Ranks that share experts train as one process does: weights, norms, biases and checkpoints."""
+"""Ranks that share experts train as one process does: weights, norms, biases, checkpoints; what cannot be is named."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import dream_trainer as dt
+from tests import api
 from tests.api import DistributedDataLoader, ExpertExchange, split_experts
+from tests.trainer import mixtures
 from tests.trainer.arithmetic import same_bits
 from tests.trainer.mixtures import BATCH, LENGTH, VOCABULARY, WIDTH, Case, Rows, Trained, config_of, everything
+from tests.trainer.small import run_ranks
 from tests.trainer.test_experts import assert_as_by_hand, stop_and_go_on
 from tests.worlds import run_world
 
@@ -190,3 +196,78 @@ def test_a_run_on_shared_experts_goes_on_to_the_bit() -> None:
     for unbroken, broken, resumed in run_world(stop_and_go_on, 2, case):
         assert all(torch.equal(broken["state"][name], value) for name, value in resumed["loaded"].items())
         assert same_bits(resumed["state"], unbroken["state"])
+
+
+class Dense(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens))
+
+
+class WithoutExperts(Trained):
+    def configure_models(self) -> None:
+        self.model = Dense()
+
+
+TWO: Any = SimpleNamespace(size=lambda: 2)  # a mesh of two ranks
+
+
+def test_experts_that_ranks_cannot_share_evenly_are_named() -> None:
+    with pytest.raises(
+        api.ConfigError, match=r"gate has shape \[3, 12, 8\], and expert_parallel=2 ranks cannot share its"
+    ):
+        split_experts(api.GatedExperts(3, 8, 12), TWO)
+    with pytest.raises(api.ConfigError, match="MoE has no direct parameters to share by experts"):
+        split_experts(api.MoE(8, 12, 4, 2), TWO)
+
+
+def test_a_model_without_mixtures_is_named() -> None:
+    trainer = WithoutExperts(config_of(Case(2, ep=2)))
+    trainer.configure_models()
+    with pytest.raises(api.HookError, match=r"no model of WithoutExperts has a layer of dream_trainer\.modules\.MoE"):
+        trainer.apply_expert_parallel(TWO)
+
+
+class InParts(Trained):
+    """Gives its mixtures the parts of sequences that ranks have."""
+
+    def apply_tensor_parallel(self, mesh: Any) -> None:
+        mixtures.split_dense_layers(self.model, mesh, in_sequence=True, whole_inside=False)
+
+
+MISTAKES = {
+    "parts of sequences": "self.model computes other gradients than one process: ",
+    "graphs": "fullgraph=True with expert_parallel=2 is not supported: experts that ranks share are not",
+    "differ": "Use the same device_parameters on every rank",
+}
+
+
+def make_mistake(mistake: str) -> None:
+    if mistake == "parts of sequences":
+        InParts(config_of(Case(2, tp=2, sequence=True, recompute="full"))).fit()
+    if mistake == "graphs":
+        whole = dt.CompileParameters(backend="eager", fullgraph=True)
+        Trained(replace(config_of(Case(2, ep=2, backend="aot_eager")), compile_parameters=whole)).fit()
+    Trained(config_of(Case(2, ep=1 + int(os.environ["RANK"])))).fit()
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_it_ends_the_run_on_all_ranks(mistake: str, tmp_path: Path) -> None:
+    code = f"from tests.trainer.test_expert_parallel import make_mistake; make_mistake({mistake!r})"
+    for status, text in run_ranks(code, 2, tmp_path):
+        assert status == 1
+        assert MISTAKES[mistake] in text
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard", "experts", "expected"), [(4, 1, 2, (2, 1, 2)), (1, 8, 2, (1, 4, 2)), (2, 4, 4, (2, 1, 4))]
+)
+def test_experts_share_with_shards(replicate: int, shard: int, experts: int, expected: tuple[int, int, int]) -> None:
+    assert api.shape_among_data(replicate, shard, experts) == expected
+    devices = dt.DeviceParameters(dp_replicate=replicate, dp_shard=shard, expert_parallel=experts)
+    api.resolve_mesh(devices, replicate * shard, shard_by_default=True)
+    with pytest.raises(api.ConfigError, match=r"expert_parallel=3 does not divide the \d ranks of dp_"):
+        api.resolve_mesh(replace(devices, expert_parallel=3), replicate * shard, shard_by_default=True)

@@ -5,26 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import dream_trainer as dt
 from tests.api import EMA, DistributedDataLoader, MoE
+from tests.trainer import mixtures
 from tests.trainer.arithmetic import full, same_bits
-from tests.trainer.mixtures import (
-    BATCH,
-    RATE,
-    STEPS,
-    WIDTH,
-    Case,
-    Model,
-    Rows,
-    Trained,
-    config_of,
-    everything,
-    reference,
-    state_of,
-)
+from tests.trainer.meshes import count, mean_loss
+from tests.trainer.mixtures import BATCH, RATE, STEPS, WIDTH, Case, Rows, Trained, config_of, everything, reference
 from tests.worlds import run_world
 
 
@@ -39,7 +27,7 @@ def train(cases: Sequence[Case]) -> list[dict[str, Any]]:
                     "losses": [trainer.logged[step]["train/loss"] for step in range(1, STEPS + 1)],
                     "largest": [trainer.logged[n]["experts/model.blocks.1.moe/max_load"] for n in range(1, STEPS + 1)],
                     "norms": trainer.norms,
-                    "state": state_of(trainer.model),
+                    "state": mixtures.state_of(trainer.model),
                     "val/loss": trainer.evaluate()["val/loss"],
                 }
             )
@@ -130,19 +118,11 @@ def test_a_window_that_runs_again_counts_its_tokens_once() -> None:
     assert same_bits(*states)
 
 
-class Stages(Model):
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = tokens if self.embedding is None else self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return x if self.head is None else self.head(x)
-
-
 class Staged(Trained):
     """Beside the model in stages a mixture that each rank has whole, trained by a loss of its own."""
 
     def configure_models(self) -> None:
-        self.model = Stages(self.config.case)
+        self.model = mixtures.Model(self.config.case)
         self.critic = MoE(WIDTH, WIDTH, 4, 2, balance_rate=RATE).double()
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
@@ -154,7 +134,7 @@ class Staged(Trained):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
         tokens, labels = batch
-        loss = self.forward_backward(self.model, (tokens,), labels, mean_loss, weight=count_labels)
+        loss = self.forward_backward(self.model, (tokens,), labels, mean_loss, weight=count)
         self.norms.append(float(self.step(self.model, self.optimizer)))
         points = torch.stack([torch.sin(tokens.double() * (number + 1)) for number in range(WIDTH)], dim=-1)
         self.backward(self.critic(points).square().mean(), weight=len(tokens), model=self.critic)
@@ -162,20 +142,11 @@ class Staged(Trained):
         return {"loss": loss}
 
 
-def count_labels(labels: Tensor) -> Tensor:
-    return (labels != -100).sum()
-
-
-def mean_loss(scores: Tensor, labels: Tensor) -> Tensor:
-    total = F.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="sum")
-    return total / count_labels(labels).clamp(min=1)
-
-
 def train_stages(n_stages: int) -> dict[str, Any]:
     with Staged(config_of(Case(), devices={"pipeline_parallel": n_stages})) as trainer:
         trainer.fit()
-        found = {"norms": trainer.norms, "start": trainer.initial, "state": state_of(trainer.model)}
-        return found | {"critic": state_of(trainer.critic), "logged": trainer.logged}
+        found = {"norms": trainer.norms, "start": trainer.initial, "state": mixtures.state_of(trainer.model)}
+        return found | {"critic": mixtures.state_of(trainer.critic), "logged": trainer.logged}
 
 
 def test_stages_of_a_pipeline_balance_the_mixtures_that_they_hold() -> None:

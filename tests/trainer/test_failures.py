@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -13,7 +12,8 @@ import pytest
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader
-from tests.trainer.small import ROOT, Alone, Batch, Samples, Sharded, Spread, batches, fit, make_config, run_ranks
+from tests.trainer.small import Alone, Batch, Samples, Sharded, Spread, batches, fit, make_config, run_ranks
+from tests.trainer.test_hang import torchrun
 
 
 class Raises(Sharded):
@@ -41,8 +41,28 @@ class RaisesInSetup(Sharded):
         super().configure_optimizers()
 
 
-def loader(length: int = 24) -> DistributedDataLoader:
-    return DistributedDataLoader(Samples(length), 2)
+class RaisesWhileRaising(Raises):
+    def on_exception(self, exc: BaseException) -> None:
+        raise RuntimeError("the listener's own mistake")
+
+
+class Dies(Sharded):
+    """A rank is killed in its third step."""
+
+    victim = 1
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        if self.world.rank == self.victim and self.global_step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, batch_idx)
+
+
+class FirstDies(Dies):
+    victim = 0
+
+
+def loader() -> DistributedDataLoader:
+    return DistributedDataLoader(Samples(24), 2)
 
 
 def shards(count: int) -> dt.DeviceParameters:
@@ -53,6 +73,9 @@ TRAINERS: dict[str, Callable[[], Any]] = {
     "raises": lambda: Raises(make_config(n_epochs=1), loader()),
     "told while computing": lambda: ToldWhileComputing(make_config(n_epochs=1), loader()),
     "raises in setup": lambda: RaisesInSetup(make_config(n_epochs=1), loader()),
+    "raises while raising": lambda: RaisesWhileRaising(make_config(n_epochs=1), loader()),
+    "0 dies": lambda: FirstDies(make_config(n_epochs=1), loader()),
+    "1 dies": lambda: Dies(make_config(n_epochs=1), loader()),
     "mesh": lambda: Sharded(make_config(n_epochs=1, devices=shards(3)), loader()),
     "shards without FSDPMixin": lambda: Spread(make_config(n_epochs=1, devices=shards(2)), loader()),
     "alone": lambda: Alone(make_config(n_epochs=1), batches(4)),
@@ -86,27 +109,9 @@ def test_a_mistake_ends_all_ranks_with_an_error_that_names_the_fix(case: str, tm
 @pytest.mark.pitfall(13)
 @pytest.mark.pitfall(61)
 def test_a_rank_that_raises_ends_the_job_and_its_traceback_is_shown(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(
-        "from tests.trainer.test_failures import TRAINERS\n"
-        "trainer = TRAINERS['raises']()\nopen('started', 'w').close()\ntrainer.fit()\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        started = time.monotonic()
-        while not (tmp_path / "started").exists() and time.monotonic() - started < 60:
-            time.sleep(0.05)
-        text = process.communicate(timeout=60)[1]
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode != 0
+    done = torchrun("from tests.trainer.test_failures import TRAINERS; TRAINERS['raises']().fit()", tmp_path)
+    assert done.returncode != 0
+    text = done.stderr
     lines = text.splitlines()
     # One screen: the rank, the message, the place, the calls in the user's files, once.
     begin = lines.index("[rank 1] failed, the job ends:")
@@ -130,34 +135,19 @@ def test_a_rank_that_is_told_to_stop_says_which_one_failed(tmp_path: Path) -> No
 
 
 @pytest.mark.pitfall(13)
-def test_a_rank_that_raises_in_setup_ends_the_other_too(tmp_path: Path) -> None:
-    ranks = fail("raises in setup", tmp_path)
+@pytest.mark.parametrize("case", ["raises in setup", "raises while raising"])
+def test_a_rank_that_raises_in_setup_or_while_it_raises_ends_the_other_too(case: str, tmp_path: Path) -> None:
+    ranks = fail(case, tmp_path)
     assert [status for status, _ in ranks] == [1, 1], ranks
     assert "KeyError: 'the cause'" in ranks[1][1]
     assert "test_failures.py" in ranks[1][1]
     assert "[rank 1] failed" in ranks[1][1]
 
 
-class Dies(Sharded):
-    """A rank is killed in its third step."""
-
-    victim = 1
-
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        if self.world.rank == self.victim and self.global_step == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().training_step(batch, batch_idx)
-
-
-def dies(victim: int) -> None:
-    Dies.victim = victim
-    Dies(make_config(n_epochs=1), loader()).fit()
-
-
 @pytest.mark.pitfall(86)
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_of_a_rank_that_was_killed_the_others_say_that_it_died(victim: int, tmp_path: Path) -> None:
-    ranks = run_ranks(f"from tests.trainer.test_failures import dies; dies({victim})", 2, tmp_path)
+    ranks = fail(f"{victim} dies", tmp_path)
     status, text = ranks[1 - victim]
     assert status == 1
     assert f"[rank {1 - victim}] stops because of rank {victim}" in text
@@ -165,11 +155,6 @@ def test_of_a_rank_that_was_killed_the_others_say_that_it_died(victim: int, tmp_
     assert "Traceback" not in text
     if victim == 1:  # rank 0 hosts the store that would tell of it
         assert text.startswith("[rank 1] died, the job ends: process ")
-
-
-class RaisesWhileRaising(Raises):
-    def on_exception(self, exc: BaseException) -> None:
-        raise RuntimeError("the listener's own mistake")
 
 
 def leaves_after_fit() -> None:
@@ -180,18 +165,11 @@ def leaves_after_fit() -> None:
     trainer.world.all_gather_object("is anybody there?")
 
 
-def raises_while_raising() -> None:
-    RaisesWhileRaising(make_config(n_epochs=1), loader()).fit()
-
-
 @pytest.mark.pitfall(13)
-@pytest.mark.parametrize("case", [pytest.param("leaves_after_fit", marks=pytest.mark.slow), "raises_while_raising"])
-def test_however_one_rank_leaves_the_other_ends_and_both_say_so_by_their_status(case: str, tmp_path: Path) -> None:
-    ranks = run_ranks(f"from tests.trainer.test_failures import {case}; {case}()", 2, tmp_path)
-    text = "".join(error for _, error in ranks)
-    assert [status for status, _ in ranks] == [1, 4 if case == "leaves_after_fit" else 1], text
-    if case == "raises_while_raising":
-        assert "KeyError: 'the cause'" in text
+@pytest.mark.slow
+def test_a_rank_that_leaves_after_fit_ends_the_other_and_both_say_so_by_their_status(tmp_path: Path) -> None:
+    ranks = run_ranks("from tests.trainer.test_failures import leaves_after_fit; leaves_after_fit()", 2, tmp_path)
+    assert [status for status, _ in ranks] == [1, 4], ranks
 
 
 class TerminatedLate(Sharded):

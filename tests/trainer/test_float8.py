@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dream_trainer as dt
 from tests.api import EMA, ConfigError, DistributedDataLoader, MoE, gathered, own_class
-from tests.trainer.arithmetic import full, same_bits
-from tests.trainer.small import run_config
+from tests.trainer.arithmetic import same_bits
+from tests.trainer.small import run_config, train_on, weights
 from tests.worlds import run_world
 
 pytest.importorskip("torchao")
@@ -88,7 +88,7 @@ class Trained(dt.DreamTrainer):
     def configure_optimizers(self) -> None:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
         self.losses: list[float] = []
-        self.initial, self.n_bytes = weights(self), 0.0
+        self.initial, self.n_bytes = weights(self.model), 0.0
 
     def training_step(self, batch: tuple[Tensor], batch_idx: int) -> dict[str, Any]:
         weight = torch.numel if self.config.device_parameters.context_parallel > 1 else None
@@ -103,7 +103,7 @@ class Trained(dt.DreamTrainer):
         return {"loss": loss_of(self.model(batch[0]), batch[0].flip(-1))}
 
     def on_load(self, path: Path) -> None:
-        self.loaded = weights(self)
+        self.loaded = weights(self.model)
 
 
 class Sent(TorchDispatchMode):
@@ -118,10 +118,6 @@ class Sent(TorchDispatchMode):
             case "c10d._reduce_scatter_base_.default":
                 self.n_bytes += 2 * args[0].nbytes  # gloo reduces for all
         return func(*args, **(kwargs or {}))
-
-
-def weights(trainer: Trained) -> dict[str, Tensor]:
-    return {name: full(p.detach()).clone() for name, p in trainer.model.named_parameters()}
 
 
 def config_of(
@@ -176,12 +172,9 @@ def by_hand(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     losses = []
     for x in samples().split(BATCH)[:steps]:
-        parts = [loss_of(model(part), part.flip(-1)) / len(cut(x)) for part in cut(x)]
-        for loss in parts:
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(sum(loss.item() for loss in parts))
+        loss = sum(loss_of(model(part), part.flip(-1)) / len(cut(x)) for part in cut(x))
+        train_on(optimizer, [loss])
+        losses.append(loss.item())
     return losses
 
 
@@ -222,8 +215,6 @@ def test_layers_are_left_out_by_name() -> None:
     assert found == ["layers.1.up"]
 
 
-# -- two ranks
-
 CASES: dict[str, dict[str, Any]] = {
     "sharded": {},
     "replicas": {"dp_shard": 1},
@@ -251,7 +242,7 @@ def on_two_ranks(directory: str) -> dict[str, Any]:
             local = trainer.model.layers[0].up.weight
             found[name] = {
                 "losses": trainer.losses,
-                "weights": weights(trainer),
+                "weights": weights(trainer.model),
                 "start": trainer.initial,
                 "sent": trainer.n_bytes,
                 "validated": trainer.evaluate()["val/loss"] if name == "sharded" else None,
@@ -274,7 +265,7 @@ def travels() -> list[dict[str, Any]]:
             config_of(experiment=experiment, steps=steps, save=True, micro_batch=BATCH // 2, **options)
         ) as trainer:
             trainer.fit()
-            found.append({"loaded": trainer.loaded, "weights": weights(trainer)})
+            found.append({"loaded": trainer.loaded, "weights": weights(trainer.model)})
     return found
 
 
@@ -284,7 +275,7 @@ def averaged() -> dict[str, Any]:
         trainer.fit()
         with gathered(trainer.model):
             whole = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-        return {"gathered": whole, "weights": weights(trainer), "validated": trainer.evaluate()["val/loss"]}
+        return {"gathered": whole, "weights": weights(trainer.model), "validated": trainer.evaluate()["val/loss"]}
 
 
 class Mixed(Trained):

@@ -14,7 +14,14 @@ import dream_trainer as dt
 from tests.api import DistributedDataLoader
 from tests.trainer.small import ROOT, Batch, Samples, Sharded, fit, make_config
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+
+def torchrun(program: str, directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Runs `program` on two ranks until all have ended by themselves."""
+    (directory / "train.py").write_text(program)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*launcher, *options, "train.py"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=120)
 
 
 class Hangs(Sharded, dt.CheckpointMixin):
@@ -41,15 +48,7 @@ def train() -> None:
 @pytest.mark.slow
 @pytest.mark.pitfall(27)
 def test_a_hang_is_ended_with_all_stacks_and_torchrun_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("from tests.trainer.test_hang import train; train()")
-    done = subprocess.run(
-        [*TORCHRUN, "--max-restarts=1", "train.py"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=120,
-    )
+    done = torchrun("from tests.trainer.test_hang import train; train()", tmp_path, "--max-restarts=1")
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"resumed-{rank}").read_text() for rank in range(2)] == ["2", "2"]
     first, second = ((tmp_path / f"runs/tests/trainer/run/stacks/rank_0000{rank}.txt").read_text() for rank in range(2))

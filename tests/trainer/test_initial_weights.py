@@ -12,6 +12,7 @@ from torch import Tensor
 
 import dream_trainer as dt
 from tests.meta.families import FAMILIES
+from tests.trainer import small
 from tests.trainer.arithmetic import full
 from tests.worlds import run_world
 
@@ -27,7 +28,7 @@ FURTHER = ["conv", "batch_norm", "attention", "encoder", "orthogonal", "flat"]
 
 
 @dataclass
-class Config(dt.BaseTrainerConfig, dt.SetupConfigMixin, dt.FSDPConfigMixin):
+class Config(small.Config):
     families: tuple[str, ...] = ()
 
 
@@ -56,15 +57,9 @@ class Sharded(Replicated, dt.FSDPMixin):
 def build(layout: str, families: list[str], seed: int = 42) -> Replicated:
     """A trainer whose setup is done, the global generators in any state before it."""
     torch.seed()
-    config = Config(
-        project="tests",
-        group="init",
-        experiment=layout,
-        seed=seed,
-        families=tuple(families),
-        training_parameters=dt.TrainingParameters(max_steps=0),
-        device_parameters=LAYOUTS[layout](),
-    )
+    training, devices = dt.TrainingParameters(max_steps=0), LAYOUTS[layout]()
+    parameters = {"training_parameters": training, "device_parameters": devices}
+    config = small.run_config(layout, Config, seed=seed, families=tuple(families), **parameters)
     trainer = (Replicated if layout == "replicate" else Sharded)(config)
     trainer.fit()
     return trainer

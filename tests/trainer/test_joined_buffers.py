@@ -1,8 +1,5 @@
 """Buffers that forwards change are joined as their policies say: validations and exports then speak of one model."""
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +12,8 @@ from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
 from tests.api import ConfigError, JoinedBuffers, World, export_checkpoint
-from tests.trainer.small import (
-    WIDTH,
-    Samples,
-    Sharded,
-    Spread,
-    Validates,
-    fill as fill_weights,
-    fit,
-    make_config,
-    network,
-    sgd,
-    weights,
-)
+from tests.trainer import small
+from tests.trainer.small import WIDTH, Samples, fill, fit, make_config, weights
 from tests.trainer.test_rank_differences import loader
 from tests.worlds import run_world
 
@@ -41,7 +27,7 @@ class Running(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = network()
+        self.body = small.network()
         self.register_buffer("running", torch.ones(WIDTH, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,7 +60,7 @@ class Queue(Running):
         return super().forward(x + added)
 
 
-class Joins(Validates, dt.CheckpointMixin):
+class Joins(small.Validates, dt.CheckpointMixin):
     """Trains `make()` under `policies`."""
 
     make: type[nn.Module] = Running
@@ -84,7 +70,7 @@ class Joins(Validates, dt.CheckpointMixin):
         self.model = type(self).make()
 
     def init_weights(self) -> None:
-        fill_weights(self.model.body)
+        fill(self.model.body)
 
     def buffer_policies(self) -> Any:
         return self.policies
@@ -93,23 +79,12 @@ class Joins(Validates, dt.CheckpointMixin):
         self.validated = metrics["val/loss"]
 
 
-class Replicas(Joins, Spread):
+class Replicas(Joins, small.Spread):
     config: Any
 
 
-class Shards(Joins, Sharded):
+class Shards(Joins, small.Sharded):
     config: Any
-
-
-@contextmanager
-def told() -> Iterator[list[str]]:
-    """What is logged inside."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dream_trainer").addHandler(handler)
-    yield lines
-    logging.getLogger("dream_trainer").removeHandler(handler)
 
 
 def run(base: type, make: type[nn.Module], policies: Any) -> dict[str, Any]:
@@ -117,7 +92,7 @@ def run(base: type, make: type[nn.Module], policies: Any) -> dict[str, Any]:
     config.experiment = f"{base.__name__} {make.__name__} {len(policies)}"
     config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=None)
     trainer = type("Of", (base,), {"make": make, "policies": policies})(config, loader(N_TRAINED), loader(N_VALIDATED))
-    with told() as lines, trainer:
+    with small.told() as lines, trainer:
         trainer.fit()
         found = {
             "seen": trainer.seen,
@@ -146,8 +121,8 @@ def by_hand(make: type[nn.Module], of_ranks: list[list[list[int]]]) -> nn.Module
     """The loop over both ranks' samples: each rank's forward begins from the buffers that they share."""
     data = Samples(N_TRAINED)
     model = make()
-    fill_weights(model.body)
-    optimizer = sgd(model)
+    fill(model.body)
+    optimizer = small.sgd(model)
     for batches in zip(*of_ranks, strict=True):
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         after, losses = [], []
@@ -158,9 +133,7 @@ def by_hand(make: type[nn.Module], of_ranks: list[list[list[int]]]) -> nn.Module
             after.append({name: buffer.clone() for name, buffer in model.named_buffers()})
         for name, first in after[0].items():
             setattr(model, name, torch.stack([one[name] for one in after]).mean(0) if name == "running" else first)
-        (sum(losses) / len(losses)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        small.train_on(optimizer, [sum(losses) / len(losses)])
     return model
 
 
@@ -185,7 +158,7 @@ def look_once() -> list[list[str]]:
         config.experiment = f"saves {saves}"
         config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=saves)
         cls = type("Of", (Replicas,), {"policies": {}})
-        with told() as lines:
+        with small.told() as lines:
             fit(cls(config, loader(N_TRAINED), None if saves else loader(N_VALIDATED)))
         of_runs.append([line for line in lines if "buffers differ" in line])
     return of_runs
@@ -209,8 +182,7 @@ def test_buffers_are_joined_as_their_policies_say_and_the_export_is_what_was_val
         if make is Running:
             expected.append(by_hand(make, whole(of_ranks)))  # linear: as one process that sees all samples
         for model in expected:
-            for name, value in weights(model).items():
-                torch.testing.assert_close(found["weights"][name], value, rtol=0, atol=1e-12)
+            torch.testing.assert_close(found["weights"], weights(model), rtol=0, atol=1e-12)
             for name, value in model.named_buffers():
                 if name not in ("seen", "rows"):
                     torch.testing.assert_close(found["buffers"][name], value, rtol=0, atol=1e-12)

@@ -11,27 +11,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 import dream_trainer as dt
 from tests.api import ConfigError, Limits, RanksDifferError, StepError
-from tests.trainer.resumable import (
-    EPOCHS,
-    LAST_STEP,
-    STEPS_PER_EPOCH,
-    Resumable,
-    closed,
-    differences,
-    make_config,
-    train,
-)
-from tests.trainer.small import (
-    Alone,
-    Samples,
-    Sharded,
-    Spread,
-    assert_same_weights,
-    batches,
-    by_hand,
-    make_config as small_config,
-    weights,
-)
+from tests.trainer import resumable, small
+from tests.trainer.resumable import EPOCHS, LAST_STEP, STEPS_PER_EPOCH, Resumable, closed, differences, make_config
+from tests.trainer.small import Alone, batches
 from tests.worlds import run_world
 
 NO_STEPS: Limits = {"max_steps": None, "n_epochs": EPOCHS}
@@ -53,10 +35,8 @@ class Cosine(Resumable):
         self.scheduler = LambdaLR(self.optimizer, lambda step: 1 - step / (total + 1))  # type: ignore[assignment]
 
 
-def train_with_limits(
-    config: Any, raised: Sequence[Limits], trainer_class: type[Resumable] = Resumable
-) -> dict[str, Any]:
-    trainer = trainer_class(config)
+def train_with_limits(config: Any, raised: Sequence[Limits]) -> dict[str, Any]:
+    trainer = Resumable(config)
     trainer.fit()
     for limits in raised:
         trainer.set_limits(**limits)
@@ -65,7 +45,7 @@ def train_with_limits(
 
 
 def run_plans(own: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    found = {"straight": train(make_config("straight", own=own))}
+    found = {"straight": resumable.train(make_config("straight", own=own))}
     for name in names:
         first, raised = PLANS[name]
         found[name] = train_with_limits(make_config(name, own=own, **first), raised)
@@ -86,7 +66,7 @@ def test_on_two_sharded_ranks_too_and_ranks_that_set_different_limits_are_an_err
 
 def run_plans_and_differ(names: list[str]) -> dict[str, Any]:
     found = run_plans(AT_TWO | {"workers": 0}, names)
-    with Spread(small_config(n_epochs=1), torch.utils.data.DataLoader(Samples(8), 2)) as trainer:
+    with small.Spread(small.make_config(n_epochs=1), torch.utils.data.DataLoader(small.Samples(8), 2)) as trainer:
         trainer.fit()
         with pytest.raises(RanksDifferError) as error:
             trainer.set_limits(n_epochs=3 + trainer.world.rank)
@@ -117,11 +97,11 @@ def test_schedules_follow_the_new_end_as_those_of_a_restart_do(caplog: pytest.Lo
 
 def test_limits_set_before_the_first_fit_count() -> None:
     data = batches(2)
-    with Alone(small_config(n_epochs=5), data) as trainer:
+    with Alone(small.make_config(n_epochs=5), data) as trainer:
         trainer.set_limits(n_epochs=1, max_time=timedelta(hours=1))
         trainer.fit()
         assert (trainer.current_epoch, trainer.total_steps) == (1, 2)
-        assert_same_weights(weights(trainer.model), by_hand([[batch] for batch in data]))
+        small.assert_same_weights(small.weights(trainer.model), small.by_hand([[batch] for batch in data]))
 
 
 def test_misuse_is_refused_by_name() -> None:
@@ -129,7 +109,7 @@ def test_misuse_is_refused_by_name() -> None:
         def post_train_step(self, trainer: Any) -> None:
             trainer.set_limits(n_epochs=2)
 
-    config = small_config(n_epochs=1, callbacks=[Sets()])
+    config = small.make_config(n_epochs=1, callbacks=[Sets()])
     with Alone(config, batches(1)) as trainer:
         with pytest.raises(StepError, match=r"set_limits\(\) was called inside fit\(\)"):
             trainer.fit()
@@ -146,12 +126,12 @@ def test_misuse_is_refused_by_name() -> None:
 
 
 def test_steps_that_nobody_planned_are_an_error_of_those_who_ask_for_them() -> None:
-    class Endless(Sharded):
+    class Endless(small.Sharded):
         def configure_schedulers(self) -> None:
             self.scheduler = CosineAnnealingLR(self.optimizer, self.planned_steps)
 
     def run(**training: Any) -> int:
-        with Endless(small_config(**training), batches(4)) as trainer:
+        with Endless(small.make_config(**training), batches(4)) as trainer:
             trainer.fit()
             return trainer.planned_steps
 

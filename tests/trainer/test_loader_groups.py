@@ -43,16 +43,12 @@ def by_hand(kind: str) -> torch.nn.Module:
         return cycle(zip(data.x.split(size), data.y.split(size), strict=True))
 
     model = small.filled_network()
-    optimizer = small.sgd(model)
     data = {"few": batches(12, FEW), "many": batches(40, MANY)}
     # Many has five steps, so none is left at its sixth turn, the ninth of all; few, at its fourth, which is the tenth
     # (turns are many, few, many). A pass with turns has nine steps, then.
     turns = [["many"], ["few"], ["many"]] if kind == "turns" else [["few", "many"]]
-    for names in islice(cycle(turns), STEPS):
-        loss = sum(mse_loss(model(x), y) for x, y in (next(data[name]) for name in names))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    steps = ([next(data[name]) for name in names] for names in islice(cycle(turns), STEPS))
+    small.train_on(small.sgd(model), (sum(mse_loss(model(x), y) for x, y in step) for step in steps))
     return model
 
 
@@ -112,22 +108,18 @@ def test_two_loaders_train_as_a_plain_loop_would(kind: str, ranks: int, accumula
         assert counted["current_epoch"] == {"dict": 1, "cycle": 0, "turns": 0}[kind]
 
 
-@pytest.mark.parametrize("kind", ["dict", "cycle", "turns"])
-def test_stopped_anywhere_and_resumed_twice_in_a_row(kind: str, tmp_path: Path) -> None:
-    expected = by_hand(kind)
-    for first in (1, 4, 5):
-        directory = tmp_path / str(first)
-        directory.mkdir()
-        for until in (first, first + 1, STEPS):
-            found, counted = train(build(kind, 1), directory, until)
-        small.assert_same_weights(found, expected)
-        assert counted["global_step"] == STEPS
-
-
-def test_the_ranks_may_change_on_the_way(tmp_path: Path) -> None:
-    for ranks, accumulation, until in [(2, 1, 3), (1, 4, 5), (4, 1, 7), (1, 1, STEPS)]:
-        results = run_world(train_built, ranks, "turns", str(tmp_path), until, ranks * accumulation, accumulation)
-    small.assert_same_weights(results[0][0], by_hand("turns"))
+@pytest.mark.parametrize(
+    ("kind", "hops"),
+    [
+        *((kind, [(1, 1, stop), (1, 1, stop + 1), (1, 1, STEPS)]) for kind in ("dict", "cycle") for stop in (1, 4, 5)),
+        ("turns", [(2, 1, 3), (1, 4, 5), (4, 1, 7), (1, 1, STEPS)]),
+    ],
+)
+def test_a_run_goes_on_from_any_step_and_on_other_ranks(kind: str, hops: Any, tmp_path: Path) -> None:
+    for ranks, accumulation, until in hops:
+        results = run_world(train_built, ranks, kind, str(tmp_path), until, ranks * accumulation, accumulation)
+    small.assert_same_weights(results[0][0], by_hand(kind))
+    assert results[0][1]["global_step"] == STEPS
 
 
 def batches(lengths: list[int], first: int = 0) -> list[tuple[Tensor, Tensor, Tensor]]:

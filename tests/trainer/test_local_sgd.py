@@ -2,7 +2,7 @@
 
 import copy
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader
 
 import dream_trainer as dt
 from tests.api import CheckpointError, ConfigError, MoE, PerRankLoader
+from tests.trainer import small
 from tests.trainer.arithmetic import full
-from tests.trainer.small import WIDTH, Batch, Samples, batches, fill, fit, run_config, run_ranks
+from tests.trainer.small import WIDTH, Batch, Samples, assert_same_weights, batches, run_config, run_ranks, weights
 from tests.worlds import run_world
 
 CPU = dt.DeviceParameters(device="cpu")
@@ -45,7 +46,7 @@ class Net(nn.Module):
 
 
 def start(model: nn.Module) -> None:
-    fill(model)
+    small.fill(model)
     with torch.no_grad():
         model.scale.fill_(1.5)
 
@@ -57,7 +58,6 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 @dataclass
 class Config(dt.DreamTrainerConfig, dt.LocalSGDConfigMixin):
     weighted: bool = False
-    devices: dt.DeviceParameters = field(default_factory=lambda: CPU)
 
 
 class Trainer(dt.DreamTrainer, dt.LocalSGDMixin):
@@ -132,11 +132,7 @@ def make_trainer(config: Config) -> Trainer:
 
 
 def state_of(trainer: Trainer) -> dict[str, Tensor]:
-    state = {name: full(p).detach().clone() for name, p in trainer.model.named_parameters()}
-    return state | {name: buffer.clone() for name, buffer in trainer.model.named_buffers()}
-
-
-# -- by hand
+    return weights(trainer.model) | {name: buffer.clone() for name, buffer in trainer.model.named_buffers()}
 
 
 def by_hand(
@@ -165,11 +161,11 @@ def by_hand(
                 for micro in range(accumulation)
                 for rank in range(number * per_worker, (number + 1) * per_worker)
             ]
-            weights = [weight_of(batch) if weighted else 1.0 for _, batch in micro_batches]
+            shares = [weight_of(batch) if weighted else 1.0 for _, batch in micro_batches]
             buffers = {rank: copy.deepcopy(dict(model.named_buffers())) for rank, _ in micro_batches}
-            for weight, (rank, (x, y, _)) in zip(weights, micro_batches, strict=True):
+            for share, (rank, (x, y, _)) in zip(shares, micro_batches, strict=True):
                 write(model, buffers[rank])
-                (mse_loss(model(x), y) * weight / sum(weights)).backward()
+                (mse_loss(model(x), y) * share / sum(shares)).backward()
                 buffers[rank] = copy.deepcopy(dict(model.named_buffers()))
             write(model, mean_of(list(buffers.values())))
             norms[number].append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.3)))
@@ -208,17 +204,6 @@ def mean_of(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 def write(model: nn.Module, buffers: dict[str, Tensor]) -> None:
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
-
-
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            found[name], value, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
-# -- exactness
 
 
 SHARDED = dt.DeviceParameters(device="cpu", dp_replicate=2, dp_shard=2)
@@ -266,20 +251,9 @@ def test_it_is_the_loop_by_hand(trained: dict[str, list[dict[str, Any]]], name: 
     for rank, found in enumerate(trained[name]):
         worker = rank // (ranks // options["rounds"].workers)
         assert found["worker"] == worker
-        assert_close(found["own"], expected["states"][worker])
-        assert_close(found["average"], expected["average"])
+        assert_same_weights(found["own"], expected["states"][worker])
+        assert_same_weights(found["average"], expected["average"])
         torch.testing.assert_close(found["norms"], expected["norms"][worker], rtol=1e-12, atol=1e-12)
-
-
-def test_workers_go_apart_in_a_round_and_frozen_weights_stay(trained: dict[str, list[dict[str, Any]]]) -> None:
-    one, two = trained["two workers of one rank"]
-    assert not torch.equal(one["own"]["head.weight"], two["own"]["head.weight"])
-    assert torch.equal(one["average"]["head.weight"], two["average"]["head.weight"])
-    fresh = Net()
-    start(fresh)
-    for found in trained["four of one"]:
-        assert torch.equal(found["own"]["frozen.weight"], fresh.frozen.weight)
-        assert torch.equal(found["average"]["frozen.weight"], fresh.frozen.weight)
 
 
 # -- what crosses workers
@@ -330,9 +304,6 @@ def test_nothing_crosses_workers_but_one_bucket_per_round(devices: dt.DevicePara
         assert any(set(members) == inside for _, _, members in calls)
 
 
-# -- validations, checkpoints, exports
-
-
 STOPS = {"in a round": (3, 4), "twice": (1, 6), "at a round's end": (4, 7)}
 
 
@@ -364,7 +335,9 @@ def whole_state(trainer: Trainer) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("ranks", "devices", "names"), [(2, CPU, list(STOPS)), (4, SHARDED, ["twice"])], ids=["2", "sharded"]
 )
-def test_a_run_that_lost_steps_ends_as_without(ranks: int, devices: dt.DeviceParameters, names: list[str]) -> None:
+def test_a_run_that_lost_its_last_steps_ends_as_without(
+    ranks: int, devices: dt.DeviceParameters, names: list[str]
+) -> None:
     for found in run_world(stop_and_go_on, ranks, devices, names):
         for name in names:
             assert found[name].keys() == found["straight"].keys()
@@ -386,7 +359,7 @@ def test_validations_checkpoints_and_exports_have_the_average(tmp_path: Path) ->
 
     found = run_world(speak_of_the_average, 2)[0]
     expected = by_hand(2, DILOCO, steps=6)["average"]
-    assert_close(found["average"], expected)
+    assert_same_weights(found["average"], expected)
     model = Net()
     write(model, {name: value for name, value in expected.items() if name in dict(model.named_buffers())})
     with torch.no_grad():
@@ -429,13 +402,11 @@ def test_another_number_is_refused_another_run_begins_from_the_average_and_one_b
         assert all(torch.equal(found["resumed"][name], value) for name, value in found["before"].items())
 
 
-# -- one process, and what is refused
-
-
 def test_one_process_is_one_worker_and_the_outer_optimizer_is_the_same() -> None:
     for rounds in (replace(PLAIN, workers="hosts"), replace(DILOCO, workers="hosts")):
-        trainer = fit(make_trainer(make_config(f"{rounds.outer}", rounds)))
-        assert_close(state_of(trainer), by_hand(1, replace(rounds, workers=1))["states"][0])
+        with make_trainer(make_config(f"{rounds.outer}", rounds)) as trainer:
+            trainer.fit()
+        assert_same_weights(state_of(trainer), by_hand(1, replace(rounds, workers=1))["states"][0])
 
 
 @pytest.mark.parametrize(
@@ -499,9 +470,6 @@ def test_averages_of_weights_are_refused_by_name() -> None:
         trainer.launch_and_resume()
 
 
-# -- other ranks in each worker, and a NaN on one
-
-
 class Unnormed(Net):
     """Without statistics of batches, so that workers of any ranks train alike."""
 
@@ -538,7 +506,7 @@ def test_a_run_goes_on_with_other_ranks_in_each_worker() -> None:
     found = run_world(train_parts, 2, [("replicas", 14, {}), ("shards", 14, {}), ("straight", 14, {})])
     for worker, expected in zip(found, by_hand(2, DILOCO, steps=14, make=Unnormed)["states"], strict=True):
         for state in worker.values():
-            assert_close(state, expected)
+            assert_same_weights(state, expected)
 
 
 class Broken(Trainer):

@@ -18,17 +18,8 @@ from torch.utils.data import DataLoader
 import dream_trainer as dt
 from tests.api import DataError, DistributedDataLoader, HookError, StepError
 from tests.programs import run_programs
-from tests.trainer.small import (
-    Alone,
-    Samples,
-    Validates,
-    assert_same_weights,
-    batches,
-    by_hand,
-    fit,
-    make_config,
-    weights,
-)
+from tests.trainer import small
+from tests.trainer.small import Alone, Samples, assert_same_weights, batches, by_hand, fit, make_config, weights
 
 
 def train(data: Any, **training: Any) -> Alone:
@@ -78,9 +69,6 @@ def test_no_step_or_no_gradient_is_said_once(how: str, said: list[str], caplog: 
     for word, text in zip(said, warnings, strict=True):
         assert word in text
         assert "self.backward(loss)" in text
-
-
-# -- limits
 
 
 @pytest.mark.parametrize(
@@ -168,15 +156,6 @@ def test_no_batch_is_pulled_beyond_the_end_of_an_epoch() -> None:
     assert loader.pulled == len(trainer.seen) == 12
 
 
-def test_a_chosen_batch_size_that_the_loader_does_not_have_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    loader = DataLoader(Samples(4), batch_size=2)
-    for chosen in ({}, {"train_batch_size": 2}):
-        train(loader, n_epochs=1, **chosen)
-        assert "train_batch_size" not in caplog.text
-    train(loader, n_epochs=1, train_batch_size=4)
-    assert caplog.messages.count("the training loader's batch size 2 counts, not train_batch_size=4.") == 1
-
-
 @pytest.mark.pitfall(8)
 def test_no_sample_is_loaded_beyond_the_last_step() -> None:
     loaded: list[int] = []
@@ -190,7 +169,13 @@ def test_no_sample_is_loaded_beyond_the_last_step() -> None:
     assert loaded == list(range(12))
 
 
-# -- data that is short, empty or odd
+def test_a_chosen_batch_size_that_the_loader_does_not_have_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    loader = DataLoader(Samples(4), batch_size=2)
+    for chosen in ({}, {"train_batch_size": 2}):
+        train(loader, n_epochs=1, **chosen)
+        assert "train_batch_size" not in caplog.text
+    train(loader, n_epochs=1, train_batch_size=4)
+    assert caplog.messages.count("the training loader's batch size 2 counts, not train_batch_size=4.") == 1
 
 
 @pytest.mark.pitfall(10)
@@ -199,7 +184,11 @@ def test_no_sample_is_loaded_beyond_the_last_step() -> None:
     [
         *(
             (data, r"0 (batches|samples)|1 samples")
-            for data in ([], DataLoader(Samples(0), batch_size=2), DataLoader(Samples(1), 2, drop_last=True))
+            for data in (
+                [],
+                DataLoader(Samples(0), batch_size=2),
+                DataLoader(Samples(1), 2, drop_last=True),
+            )
         ),
         (Counting(0), "yielded no batch"),
         (None, "None for the training loader"),
@@ -224,9 +213,6 @@ def test_a_loader_shorter_than_the_window_makes_one_short_window_per_epoch() -> 
     assert_same_weights(weights(trainer.model), by_hand([batches(3)] * 2))
 
 
-# -- order and seeds
-
-
 def order_of_two_epochs(seed: int) -> list[int]:
     torch.seed()  # the global generator changes nothing
     trainer = fit(Alone(make_config(seed=seed, n_epochs=2), DataLoader(Samples(12), batch_size=2, shuffle=True)))
@@ -240,9 +226,6 @@ def test_each_epoch_has_an_order_of_its_own_that_the_seed_decides() -> None:
     assert order[:12] != order[12:]
     assert order == order_of_two_epochs(seed=1)
     assert order != order_of_two_epochs(seed=2)
-
-
-# -- counters
 
 
 def noting(event: str) -> Any:
@@ -259,7 +242,7 @@ NOTED = ("pre_epoch", "pre_train_batch", "post_optimizer_step", "post_train_batc
 NOTED += ("post_val_epoch", "post_epoch")
 
 
-class Checked(Validates, Alone):
+class Checked(small.Validates, Alone):
     pass
 
 
@@ -290,38 +273,6 @@ def test_counters_show_completed_work_at_every_event() -> None:
     assert trainer.local_batches == 6
 
 
-def test_a_window_with_two_steps_counts_once_and_one_without_any_counts_not_at_all() -> None:
-    class Twice(Alone):
-        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-            if batch_idx % 2:
-                return {}
-            self.backward(mse_loss(self.model(batch[0]), batch[1]))
-            self.step(self.model, [self.halves[0]])
-            self.step(self.model, [self.halves[1]])
-            return {}
-
-        def setup(self) -> None:
-            super().setup()
-            parameters = list(self.model.parameters())
-            self.halves = [torch.optim.SGD(half, lr=0.1) for half in (parameters[:2], parameters[2:])]
-
-    trainer = fit(Twice(make_config(n_epochs=1), batches(6)))
-    assert trainer.global_step == 3
-    assert trainer.samples_seen == 12
-
-
-def test_is_accumulating_gradients_is_false_on_the_last_batch_of_a_window_only() -> None:
-    class Watch(Alone):
-        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-            result = super().training_step(batch, batch_idx)
-            flags.append(self.is_accumulating_gradients)
-            return result
-
-    flags: list[bool] = []
-    fit(Watch(make_config(n_epochs=1, gradient_accumulation_steps=3), batches(7)))
-    assert flags == [True, True, False, True, True, False, False]
-
-
 def test_planned_steps_are_known_before_training() -> None:
     plans = [
         ({"n_epochs": 3, "gradient_accumulation_steps": 2}, batches(5), 9, 3),
@@ -335,9 +286,6 @@ def test_planned_steps_are_known_before_training() -> None:
     for training, data, steps, per_epoch in plans:
         trainer = train(data, **training)
         assert (trainer.total_steps, trainer.steps_per_epoch) == (steps, per_epoch), training
-
-
-# -- fit more than once
 
 
 @pytest.mark.pitfall(18)
@@ -408,37 +356,6 @@ def test_a_closed_trainer_says_so() -> None:
         trainer.fit()
 
 
-class FailsOnce(Alone):
-    """Fails the first time it comes to `where`."""
-
-    where = ""
-
-    def fail_at(self, place: str) -> None:
-        if self.where == place:
-            self.where = ""
-            raise ZeroDivisionError(place)
-
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        if batch_idx == 2:
-            self.fail_at("window")
-        return super().training_step(batch, batch_idx)
-
-    def post_train_step(self) -> None:
-        self.fail_at("event")
-
-
-@pytest.mark.parametrize("where", ["window", "event"])
-def test_after_an_exception_a_trainer_goes_on_without_what_that_left(where: str) -> None:
-    trainer = FailsOnce(make_config(n_epochs=3, gradient_accumulation_steps=2), batches(4))
-    trainer.where = where
-    with pytest.raises(ZeroDivisionError):
-        trainer.fit()
-    trainer.fit()
-    assert trainer.global_step == 6
-    windows = [[batches(4)[index] for index in pair] for pair in ((0, 1), (2, 3))] * 3
-    assert_same_weights(weights(trainer.model), by_hand(windows))
-
-
 def test_only_time_in_fit_counts_as_elapsed() -> None:
     class Stops(Alone):
         def post_train_step(self) -> None:
@@ -456,9 +373,6 @@ def test_only_time_in_fit_counts_as_elapsed() -> None:
             trainer.settle()
         assert trainer.global_step == 6
         assert 6 * 0.02 <= trainer.progress.elapsed_seconds <= inside
-
-
-# -- windows without a step
 
 
 def test_windows_without_a_step_validate_and_save_no_second_time_at_the_same_step() -> None:
@@ -479,11 +393,9 @@ def test_windows_without_a_step_validate_and_save_no_second_time_at_the_same_ste
     config.checkpoint_parameters = dt.CheckpointParameters(
         save_every_n_steps=2, save_every_n_epochs=None, async_save=False
     )
-    fit(Idles(config, batches(12), batches(1)))
+    trainer = fit(Idles(config, batches(12), batches(1)))
+    assert trainer.samples_seen == 20
     assert done == [*(("validates", 2, 4), ("saves", 2, 4)), *(("validates", 4, 8), ("saves", 4, 8)), ("saves", 5, 10)]
-
-
-# -- the end
 
 
 class Leaves(Alone):
@@ -501,9 +413,6 @@ def test_a_trainer_that_nobody_closed_is_torn_down_when_the_interpreter_ends(tmp
     assert ended.output.split() == ["trained", "teardown"]
 
 
-# -- dry runs
-
-
 def test_overfit_batches_trains_the_same_first_batches_in_every_epoch() -> None:
     trainer = train(DataLoader(Samples(20), 2, shuffle=True), n_epochs=3, overfit_batches=2)
     assert len(trainer.seen) == 6
@@ -511,18 +420,15 @@ def test_overfit_batches_trains_the_same_first_batches_in_every_epoch() -> None:
     assert trainer.seen[0] != trainer.seen[1]
 
 
-class Everything(Validates, Alone, dt.EvalMixin, dt.CheckpointMixin, dt.LoggerMixin):
-    def pre_val_batch(self, batch: Any, batch_idx: int) -> None:
-        self.validated = [*vars(self).get("validated", []), (self.global_step, batch_idx)]
+def test_fast_dev_run_trains_one_window_and_validates_one_batch() -> None:
+    class Looks(Checked):
+        def pre_val_batch(self, batch: Any, batch_idx: int) -> None:
+            validated.append((self.global_step, batch_idx))
 
-
-def test_fast_dev_run_trains_one_window_validates_one_batch_and_writes_no_checkpoint(tmp_path: Path) -> None:
+    validated: list[tuple[int, int]] = []
     config = make_config(n_epochs=5, fast_dev_run=True, gradient_accumulation_steps=2)
-    trainer = fit(Everything(config, batches(6), batches(3)))
-    assert firsts(trainer) == [0, 2]
-    assert trainer.global_step == 1
-    assert trainer.validated == [(1, 0)]
-    assert list(tmp_path.rglob("step_*")) == []
+    assert firsts(fit(Looks(config, batches(6), batches(3)))) == [0, 2]
+    assert validated == [(1, 0)]
 
 
 @pytest.mark.parametrize("breaks", [False, True])
@@ -536,9 +442,6 @@ def test_deterministic_holds_during_fit_and_not_after(breaks: bool) -> None:
     with pytest.raises(ZeroDivisionError) if breaks else contextlib.nullcontext():
         fit(Watch(make_config(max_steps=2, deterministic=True), batches(2)))
     assert not torch.are_deterministic_algorithms_enabled()
-
-
-# -- batches and results of every kind
 
 
 class Encoding(UserDict):
@@ -620,3 +523,43 @@ def test_a_hook_that_returns_something_else_is_an_error_that_says_so(hook: str, 
 def test_a_distributed_loader_and_the_plain_one_give_the_same_batches_in_one_process() -> None:
     plain = train(DataLoader(Samples(12), 2, shuffle=True), n_epochs=2)
     assert plain.seen == train(DistributedDataLoader(Samples(12), 2, shuffle=True), n_epochs=2).seen
+
+
+class WithState:
+    """Six batches."""
+
+    next = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.next < 6:
+            self.next += 1
+            yield batches(6)[self.next - 1]
+        self.next = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+class FailsInStepThree(Alone):
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        if batch_idx == 2:
+            raise ZeroDivisionError
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.pitfall(75)
+def test_after_an_exception_only_a_kept_state_lets_a_trainer_go_on() -> None:
+    trainer = type("Keeps", (FailsInStepThree, dt.CheckpointMixin), {})(make_config(n_epochs=1), WithState())
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            trainer.fit()
+    assert trainer.seen == [[0, 1], [2, 3]]
+    trainer = FailsInStepThree(make_config(n_epochs=1), WithState())
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit()
+    with pytest.raises(DataError, match="add CheckpointMixin"):
+        trainer.fit()
+    assert trainer.seen == [[0, 1], [2, 3]]

@@ -17,6 +17,10 @@ from tests.trainer import small
 from tests.worlds import run_world
 
 
+def pairs(length: int) -> DistributedDataLoader:
+    return DistributedDataLoader(small.Samples(length), 2)
+
+
 def plain_loader(cls: type[small.Spread]) -> dict[str, Any]:
     """A plain DataLoader over 12 samples, two epochs, in its own order and shuffled."""
     found = {}
@@ -58,7 +62,7 @@ class Drops(small.Spread):
 
 
 def dropout_masks() -> list[list[bool]]:
-    return small.fit(Drops(small.make_config(n_epochs=1), DistributedDataLoader(small.Samples(12), 2))).masks
+    return small.fit(Drops(small.make_config(n_epochs=1), pairs(12))).masks
 
 
 class Stops(small.Spread):
@@ -70,21 +74,12 @@ class Stops(small.Spread):
         return super().training_step(batch, batch_idx)
 
 
-def stop_from_one_rank() -> int:
-    return small.fit(Stops(small.make_config(n_epochs=5), DistributedDataLoader(small.Samples(40), 2))).global_step
-
-
 class Naps(small.Spread):
     """One rank is slow, and only its clock passes the limit in time."""
 
     def training_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
         time.sleep(0.05 if self.world.rank == 1 else 0.0)
         return super().training_step(batch, batch_idx)
-
-
-def stop_by_the_clock() -> int:
-    trainer = Naps(small.make_config(max_time=timedelta(seconds=0.2)), DistributedDataLoader(small.Samples(40), 2))
-    return small.fit(trainer).global_step
 
 
 class Watches(dt.Callback):
@@ -127,7 +122,7 @@ class Evaluated(small.Validates, small.Sharded, dt.EvalMixin, dt.LoggerMixin):
 
 def main_process_only() -> tuple[list[int], dict[str, str]]:
     watch = Watches()
-    data = DistributedDataLoader(small.Samples(12), 2), DistributedDataLoader(small.Samples(4), 2)
+    data = pairs(12), pairs(4)
     small.fit(Evaluated(small.make_config(n_epochs=1, callbacks=[watch], fsdp=small.BY_BLOCKS), *data))
     return watch.steps, watch.refused
 
@@ -173,7 +168,7 @@ def summed_loss(model: nn.Module, narrow: nn.Module, wide: nn.Module, batch: sma
 
 
 def plain_parts_of_a_sharded_trainer() -> dict[str, dict[str, torch.Tensor]]:
-    with WithPlainParts(small.make_config(n_epochs=1), DistributedDataLoader(small.Samples(12), 2)) as trainer:
+    with WithPlainParts(small.make_config(n_epochs=1), pairs(12)) as trainer:
         trainer.fit()
         assert all(p.grad is None for p in trainer.unused.parameters())
         return {name: small.weights(model) for name, model in trainer.named_models().items()}
@@ -188,10 +183,6 @@ class Misuses(small.Sharded):
         except StepError as error:
             self.said = str(error)
         return super().training_step(batch, batch_idx)
-
-
-def loss_of_none() -> str:
-    return small.fit(Misuses(small.make_config(n_epochs=1), DistributedDataLoader(small.Samples(12), 2))).said
 
 
 class Ragged(small.Sharded):
@@ -229,7 +220,7 @@ class NothingToLearn(small.Sharded):
 def zero_weights() -> dict[str, Any]:
     found = {}
     for make_optimizer in (small.sgd, small.fused_adamw):
-        data = DistributedDataLoader(small.Samples(16), 2)
+        data = pairs(16)
         with NothingToLearn(small.make_config(n_epochs=1), data, make_optimizer=make_optimizer) as trainer:
             trainer.fit()
             found[make_optimizer.__name__] = (trainer.global_step, trainer.skipped_steps, small.weights(trainer.model))
@@ -252,7 +243,7 @@ class StopsAfterValidation(Checked):
 
 
 def stop_after_validation() -> tuple[int, int]:
-    loader = DistributedDataLoader(small.Samples(12), 2)
+    loader = pairs(12)
     trainer = small.fit(StopsAfterValidation(small.make_config(n_epochs=5), loader, DataLoader(small.Samples(4), 1)))
     return trainer.global_step, trainer.current_epoch
 
@@ -266,7 +257,7 @@ def dry_runs() -> dict[str, Any]:
         "minutes": {"n_epochs": 1, "val_every_minutes": 1e-9, "val_every_n_epochs": None},
         "long epoch": {"n_epochs": 1, "train_steps_per_epoch": 5},
     }.items():
-        data = DistributedDataLoader(small.Samples(12), 2), DataLoader(small.Samples(4), 1)
+        data = pairs(12), DataLoader(small.Samples(4), 1)
         trainer = small.fit(Checked(small.make_config(**training), *data))
         found[name] = (trainer.seen, trainer.validations)
     return found
@@ -274,14 +265,14 @@ def dry_runs() -> dict[str, Any]:
 
 def again_and_again() -> dict[str, Any]:
     """fit twice, evaluate after it, and a second and third trainer in the same processes; two open at once."""
-    loader = DistributedDataLoader(small.Samples(12), 2)
+    loader = pairs(12)
     found: dict[str, Any] = {}
     trainer = Checked(small.make_config(n_epochs=1), loader, DataLoader(small.Samples(4), 2))
     trainer.fit()
     trainer.fit()
     found["steps"] = trainer.global_step
     found["evaluated"] = trainer.evaluate()
-    with small.Sharded(small.make_config(n_epochs=1), DistributedDataLoader(small.Samples(12), 2)) as inner:
+    with small.Sharded(small.make_config(n_epochs=1), pairs(12)) as inner:
         inner.fit()
         found["inner"] = small.weights(inner.model)
     found["after"] = trainer.evaluate()
@@ -289,7 +280,7 @@ def again_and_again() -> dict[str, Any]:
     trainer.close()
     trainer.close()
     found["initialised"] = torch.distributed.is_initialized()
-    with small.Sharded(small.make_config(n_epochs=1), DistributedDataLoader(small.Samples(12), 2)) as third:
+    with small.Sharded(small.make_config(n_epochs=1), pairs(12)) as third:
         third.fit()
         found["third"] = small.weights(third.model)
     return found
@@ -328,11 +319,11 @@ def everything(directory: str) -> dict[str, Any]:
         "plain sharded": plain_loader(small.Sharded),
         "global batch": global_batch(),
         "masks": dropout_masks(),
-        "stop": stop_from_one_rank(),
-        "clock": stop_by_the_clock(),
+        "stop": small.fit(Stops(small.make_config(n_epochs=5), pairs(40))).global_step,
+        "clock": small.fit(Naps(small.make_config(max_time=timedelta(seconds=0.2)), pairs(40))).global_step,
         "main": main_process_only(),
         "plain parts": plain_parts_of_a_sharded_trainer(),
-        "none": loss_of_none(),
+        "none": small.fit(Misuses(small.make_config(n_epochs=1), pairs(12))).said,
         "uneven": uneven_window(),
         "again": again_and_again(),
         "zero": zero_weights(),
@@ -395,9 +386,7 @@ def test_counters_weights_and_samples_are_those_of_any_world(one: dict[str, Any]
 
 
 @pytest.mark.pitfall(11)
-def test_dropout_draws_differ_between_ranks_and_steps_and_come_again_in_the_next_run(
-    one: dict[str, Any], two: list[dict[str, Any]]
-) -> None:
+def test_dropout_draws_differ_between_ranks_and_steps_and_come_again_in_the_next_run(one: Any, two: Any) -> None:
     masks = [found["masks"] for found in two]
     assert len(masks[0]) == 3
     drawn = {tuple(mask) for found in masks for mask in found}
@@ -405,15 +394,9 @@ def test_dropout_draws_differ_between_ranks_and_steps_and_come_again_in_the_next
     assert one["masks"][:3] == masks[0], "rank 0 draws as a single process does"
 
 
-def test_a_stop_asked_for_by_one_rank_ends_all_at_the_same_step(two: list[dict[str, Any]]) -> None:
+def test_a_stop_of_one_rank_or_its_clock_ends_all_at_the_same_step(two: list[dict[str, Any]]) -> None:
     assert [found["stop"] for found in two] == [3, 3]
-
-
-def test_a_stop_asked_for_after_a_validation_by_one_rank_trains_no_further_step(two: list[dict[str, Any]]) -> None:
-    assert [found["early"] for found in two] == [(6, 2), (6, 2)]
-
-
-def test_a_limit_that_one_ranks_clock_sees_ends_all_at_the_same_step(two: list[dict[str, Any]]) -> None:
+    assert [found["early"] for found in two] == [(6, 2), (6, 2)]  # asked for after a validation: no further step
     first, second = (found["clock"] for found in two)
     assert first == second
     assert 1 <= first <= 7  # a busy machine does one step in that time, and no machine all of them
@@ -431,17 +414,12 @@ def test_parameters_no_wrapper_reduces_train_in_any_dtype_and_stay_where_unused(
     for model in (*used, unused):
         small.fill(model)
     start = small.weights(unused)
-    optimizer = decaying(*used)
-    for batch in small.batches(3, size=4):
-        summed_loss(*used, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    small.train_on(decaying(*used), (summed_loss(*used, batch) for batch in small.batches(3, size=4)))
     for found in two:
         models = found["plain parts"]
         assert all(torch.equal(value, start[name]) for name, value in models["unused"].items())
         for name, model in zip(("model", "narrow", "wide"), used, strict=True):
-            for key, value in small.weights(model).items():
-                torch.testing.assert_close(models[name][key], value, rtol=1e-5, atol=1e-6)  # one is in float32
+            torch.testing.assert_close(models[name], small.weights(model), rtol=1e-5, atol=1e-6)  # one is in float32
 
 
 def test_a_loss_of_none_is_refused_over_ranks_and_weight_0_named(two: list[dict[str, Any]]) -> None:
@@ -495,8 +473,6 @@ def test_fit_twice_evaluate_after_it_and_further_trainers_work_in_the_same_proce
 
 
 @pytest.mark.pitfall(26)
-def test_a_config_of_defaults_runs_on_a_machine_without_accelerator(
-    one: dict[str, Any], two: list[dict[str, Any]]
-) -> None:
+def test_a_config_of_defaults_runs_on_a_machine_without_accelerator(one: Any, two: Any) -> None:
     assert one["defaults"] == 8
     assert [found["defaults"] for found in two] == [4, 4]

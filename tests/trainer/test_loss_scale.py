@@ -14,8 +14,8 @@ from torch.nn.functional import mse_loss
 import dream_trainer as dt
 from tests.api import GROWTH_INTERVAL, INITIAL_SCALE, LossScale, NonFiniteError
 from tests.late_norms import norms_are_read_late
-from tests.trainer.arithmetic import full
-from tests.trainer.small import fit, make_config
+from tests.trainer.arithmetic import same_bits
+from tests.trainer.small import fit, make_config, train_on, weights
 from tests.worlds import run_world
 
 pytestmark = pytest.mark.usefixtures("late_norms")
@@ -88,10 +88,6 @@ def by_hand(factors: list[float], *, fused: bool = True) -> tuple[dict[str, Tens
     return weights(model), scales, overflows
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: full(parameter.detach()).clone() for name, parameter in model.named_parameters()}
-
-
 CALM = [1.0] * N_STEPS
 WILD = [1.0, 1e3, 1.0, 1e3, 1e3, 1.0]  # times the scale it is more than fp16 holds
 
@@ -104,7 +100,7 @@ def test_weights_and_scales_are_bit_for_bit_those_of_grad_scaler(factors: list[f
     with Trainer(make_config(devices=FP16, n_epochs=1, train_batch_size=SIZE), factors, fused=fused) as trainer:
         trainer.fit()
         assert trainer.scales == scales
-        assert all(torch.equal(weight, expected[name]) for name, weight in weights(trainer.model).items())
+        assert same_bits(weights(trainer.model), expected)
         assert trainer.skipped_steps == overflows == sum(not math.isfinite(norm) for norm in trainer.norms)
         assert trainer.global_step == N_STEPS
 
@@ -154,7 +150,7 @@ def test_no_step_trains_on_after_gradients_that_no_scale_mends_though_nobody_has
     assert len(trainer.scales) == 45  # the norms are read at the end
     before = network()
     fill(before)
-    assert all(torch.equal(weight, weights(before)[name]) for name, weight in weights(trainer.model).items())
+    assert same_bits(weights(trainer.model), weights(before))
     trainer.close()
 
 
@@ -176,10 +172,7 @@ def in_float32(factors: list[float], *, skip: int = 0) -> dict[str, Tensor]:
     fill(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     steps = list(zip(*(part.split(SIZE) for part in samples()), factors, strict=True))
-    for x, y, factor in steps[skip:]:
-        (mse_loss(model(x), y) * factor).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train_on(optimizer, (mse_loss(model(x), y) * factor for x, y, factor in steps[skip:]))
     return weights(model)
 
 
@@ -192,8 +185,7 @@ def test_the_scale_is_resumed() -> None:
         resumed = fit(Trainer(replace(config, training_parameters=training, checkpoint_parameters=saving), WILD))
     assert resumed.scales == whole.scales[3:]
     assert resumed.skipped_steps == whole.skipped_steps
-    for name, weight in weights(resumed.model).items():
-        assert torch.equal(weight, weights(whole.model)[name])
+    assert same_bits(weights(resumed.model), weights(whole.model))
 
 
 @norms_are_read_late()
@@ -217,4 +209,4 @@ def test_an_overflow_on_one_rank_is_left_out_by_all_alike() -> None:
     for one, other in zip(first, second, strict=True):
         assert one[0] == other[0] == scales
         assert one[1] == other[1] == overflows
-        assert all(torch.equal(weight, other[2][name]) for name, weight in one[2].items())
+        assert same_bits(one[2], other[2])

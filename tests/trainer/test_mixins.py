@@ -1,6 +1,5 @@
 """Mixins compose in any order, every subset works, and what is missing is named when the trainer is built."""
 
-import inspect
 import itertools
 import math
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 import dream_trainer as dt
-from tests.api import EVENTS, ConfigError, HookError, Hooks, MixinHooks
+from tests.api import ConfigError, HookError
 from tests.trainer import small
 from tests.trainer.small import Validates, batches, by_hand, fill, filled_network, network, sgd, weights
 
@@ -96,18 +95,6 @@ def test_parallel_mixins_in_every_order_build_the_same_trainer_and_it_trains() -
     with trainers[-1] as trainer:
         trainer.fit()
     assert_as_by_hand(trainer)
-
-
-def test_base_trainer_defines_no_hook_and_every_mixin_hands_cooperative_hooks_on_and_has_no_public_event() -> None:
-    hooks = {name for part in (dt.AbstractTrainer, Hooks, MixinHooks) for name in vars(part) if name[:2] != "__"}
-    mixed = {"__init__", "__doc__", "_required_hooks", "_config_class", "_default_callbacks"}
-    assert hooks & set(vars(dt.BaseTrainer)) - mixed == set()
-    for mixin in [*MIXINS, *PARALLEL, dt.LocalSGDMixin]:
-        assert not set(EVENTS) & set(vars(mixin))
-        for name, member in vars(mixin).items():
-            declared = inspect.getattr_static(dt.AbstractTrainer, name, None)
-            if inspect.isfunction(member) and inspect.isfunction(declared) and not name.startswith("log"):
-                assert f"super().{name}" in inspect.getsource(member), f"{mixin.__name__}.{name}"
 
 
 @pytest.mark.parametrize("mixin", [*MIXINS[1:], *PARALLEL[2:], dt.LocalSGDMixin], ids=lambda mixin: mixin.__name__)

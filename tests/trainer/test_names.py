@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 
 import dream_trainer as dt
-from tests.api import ConfigError, HookError, StepError
+from tests.api import ConfigError, HookError
 from tests.trainer.small import Alone, Config, batches, make_config
 
 
@@ -83,6 +83,7 @@ def test_what_the_user_assigned_first_is_not_taken_away() -> None:
     ("name", "value"),
     [
         *((name, lambda self: None) for name in ("_load", "train_dataloader")),
+        *((name, lambda self, *args, **kwargs: None) for name in ("warn_once", "request_stop")),
         *((name, 32) for name in ("batch_size", "training", "post_epoch")),
         ("step", lambda self, x: x),
         ("world", property(lambda self: 1)),
@@ -120,17 +121,6 @@ def test_a_forgotten_call_of_the_base_constructor_is_named() -> None:
     for use in (lambda t: t.fit(), lambda t: t.config, lambda t: t.describe(), lambda t: t.close()):
         with pytest.raises(HookError, match=r"Mine\.__init__ does not call super\(\).__init__\(config\)"):
             use(Mine(everything_config()))
-
-
-def test_step_with_its_arguments_the_wrong_way_round_says_the_right_way() -> None:
-    class Mine(Alone):
-        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-            self.backward(self.model(batch[0]).sum())
-            self.step(self.optimizer, self.model)  # type: ignore[arg-type]
-            return {}
-
-    with pytest.raises(StepError, match=r"self\.step\(model, optimizer\)"), Mine(make_config(), batches(2)) as trainer:
-        trainer.fit()
 
 
 @pytest.mark.pitfall(81)
