@@ -1710,8 +1710,8 @@ MUTANTS = [
     Mutant(
         "optimizers of strangers are accepted",
         "dream_trainer/trainer/registry.py",
-        "            if id(parameter) in known:",
-        "            if True:",
+        "                if id(parameter) not in known:",
+        "                if False:",
         "tests/trainer/test_whole_weights.py",
     ),
     Mutant(

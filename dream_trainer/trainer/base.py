@@ -466,6 +466,7 @@ class BaseTrainer(AbstractTrainer):
         runtime.best.validated(metrics, self._best_modes(), step)
         if runtime.log is not None:
             runtime.log.validated(metrics)
+        runtime.saver.expect_best_metric(metrics)
         runtime.saver.validated(step, metrics)
         self._validated(metrics)
         tell_end(runtime, "post_val_epoch", metrics)

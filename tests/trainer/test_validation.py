@@ -205,6 +205,16 @@ def test_what_cannot_be_validated_is_an_error_that_says_why(cls: Any, val: Any, 
         small.fit(cls(small.make_config(n_epochs=1), small.batches(2), val()))
 
 
+def test_several_validation_loaders_need_no_mixin() -> None:
+    class Named(Checked):
+        def post_val_epoch(self, metrics: dict[str, float]) -> None:
+            found.update(metrics)
+
+    found: dict[str, float] = {}
+    small.fit(Named(small.make_config(n_epochs=1), small.batches(2), {"a": small.batches(1), "b": small.batches(1)}))
+    assert {name.rpartition("/")[0] for name in found} == {"val/a", "val/b"}
+
+
 def test_a_validation_step_without_a_loader_is_a_notice(caplog: pytest.LogCaptureFixture) -> None:
     assert small.fit(Checked(small.make_config(n_epochs=2), small.batches(2), None)).global_step == 4
     assert len([r for r in caplog.records if "validation_step is never called" in r.message]) == 1

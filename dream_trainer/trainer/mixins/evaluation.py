@@ -1,4 +1,4 @@
-"""EvalMixin: named validation loaders, torchmetrics, best values, `evaluate()` and `predict()`."""
+"""EvalMixin: torchmetrics, best values, `evaluate()` and `predict()`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dream_trainer.trainer.validation_metrics import ValidationMetrics
 
 
 class EvalMixin(AbstractTrainer):
-    """Validation beyond a single loader's means."""
+    """Validation beyond the loaders' means."""
 
     _config_class: ClassVar[type | None] = EvalConfigMixin
 
