@@ -694,7 +694,7 @@ MUTANTS = [
     Mutant(
         "a dataset keeps the length of its first pass",
         "dream_trainer/data/stream.py",
-        "self._length = len(dataset)\n            if position.samples",
+        "self._length = len(self._loader.dataset)\n            if position.samples",
         "self._length = before\n            if position.samples",
         "tests/trainer/test_changing_data.py",
     ),

@@ -174,7 +174,9 @@ class ShardReader(Iterator[Any]):
 
     def __next__(self) -> Any:
         """The next batch of an OrderedDataset, whose mark it keeps."""
-        batch, mark = next(self._iterator or iter(()))
+        if self._iterator is None:
+            raise StopIteration
+        batch, mark = next(self._iterator)
         self._batches_end += self.sampler.sharding.chunk_size
         if mark is not None:
             self.marks.append((self._batches_end, mark))

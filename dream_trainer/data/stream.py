@@ -443,7 +443,7 @@ class ShardStream(TrainStream):
         else:
             if isinstance(dataset, EpochAware):
                 dataset.set_epoch(position.epoch)
-            self._length = len(dataset)
+            self._length = len(self._loader.dataset)
             if position.samples and position.length not in (None, self._length):
                 raise DataError(
                     f"The run resumes in the middle of a pass over {position.length} training samples, and the dataset "

@@ -33,7 +33,7 @@ def worker_options(loader: Any) -> dict[str, Any]:
 
 def worker_loader(dataset: Any, loader: Any, generator: torch.Generator, **options: Any) -> DataLoader[Any]:
     """A torch DataLoader over `dataset`, which yields batches, with the worker options of `loader`."""
-    own = worker_options(loader) | {"worker_init_fn": WorkerInit(loader.worker_init_fn)} | options
+    own: dict[str, Any] = worker_options(loader) | {"worker_init_fn": WorkerInit(loader.worker_init_fn)} | options
     return DataLoader(dataset, collate_fn=as_it_is, generator=generator, **own)
 
 
