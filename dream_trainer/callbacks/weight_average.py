@@ -145,8 +145,12 @@ def move_towards(averages: list[Tensor], weights: list[Tensor], share: float | T
             alike[1].append(weight)
         else:  # one at a time, so that only one is ever held in both widths
             average.lerp_(weight.to(average.dtype), share.to(average.dtype) if isinstance(share, Tensor) else share)
-    if alike[0]:
-        foreach_lerp_(*alike, [share.to(a.dtype) for a in alike[0]] if isinstance(share, Tensor) else share)
+    if not alike[0]:
+        return
+    if isinstance(share, Tensor):
+        foreach_lerp_(*alike, [share.to(average.dtype) for average in alike[0]])
+    else:
+        foreach_lerp_(*alike, share)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
