@@ -26,18 +26,6 @@ REPLACED_NAME = re.compile(r"\.step_(\d{8,})\.replaced-[0-9a-f]+")
 ASIDE_NAME = re.compile(r"\.aside-[0-9a-f]+-step_(\d{8,})")
 SHARED_NAME = "shared.json"
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-
-
-def local_path(path: str | Path) -> Path:
-    """`path`, if it lies in a file system of this machine; CheckpointError for a URL such as `s3://bucket/run`."""
-    if _URL.match(str(path)):
-        raise CheckpointError(
-            f"{path} is not a path of a file system, and nothing else will do here. Copy it to or from a local or "
-            "mounted directory."
-        )
-    return Path(path)
-
 
 def step_name(step: int) -> str:
     """The directory name of a step's checkpoint, such as `step_00001000`."""

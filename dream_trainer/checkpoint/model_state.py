@@ -124,9 +124,12 @@ def rank_buffers(models: Mapping[str, nn.Module], *, world: Ranks) -> dict[str, 
     """The unsharded tensors whose values on this rank differ from rank 0's, as BatchNorm's; one collective.
 
     Plain parameters of sharded models are among them: nothing synchronises FSDP2's `ignored_params`."""
+    if world.world_size == 1:
+        return {}
     candidates = _unsharded(models)
-    differing = differing_names(candidates, world=world)
-    return {name: tensor for name, tensor in candidates.items() if name in differing} if world.rank else {}
+    checksums = {name: value_checksum(tensor) for name, tensor in candidates.items()}
+    of_rank_0 = world.all_gather_object(checksums if world.is_main else None)[0]
+    return {name: candidates[name] for name, value in checksums.items() if of_rank_0.get(name) not in (None, value)}
 
 
 def _unsharded(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
@@ -137,15 +140,6 @@ def _unsharded(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
             if not is_dtensor(tensor) and (sharded or not isinstance(tensor, nn.Parameter)):
                 unsharded[key] = tensor.detach()
     return unsharded
-
-
-def differing_names(tensors: Mapping[str, Tensor], *, world: Ranks) -> set[str]:
-    """Names of plain tensors whose values on this rank differ from rank 0's. Every rank calls this; one collective."""
-    if world.world_size == 1:
-        return set()
-    checksums = {name: value_checksum(tensor) for name, tensor in tensors.items()}
-    checksums_of_rank_0 = world.all_gather_object(checksums if world.is_main else None)[0]
-    return {name for name, value in checksums.items() if checksums_of_rank_0.get(name) not in (None, value)}
 
 
 def value_checksum(tensor: Tensor) -> str:

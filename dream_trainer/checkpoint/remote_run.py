@@ -39,9 +39,25 @@ def list_in_both(root: Path, stage: Path) -> list[Manifest]:
     return [found[step] for step in sorted(found)]
 
 
+# -- A thread of each rank uploads a run's checkpoints from the local disk to an object store.
+#
+#    written to the disk -> each rank sends its own files -> rank 0 writes the manifest -> removed from the disk
+#
+# The threads only communicate through the job's note store, not by collectives, so a slow line causes no time-out.
+
+
+PATIENCE_SECONDS = 60.0  # how long the end of a run, or its start, waits for a store that does not answer
+
+_LONGEST_PAUSE = 15.0
+_LOOK_SECONDS = 0.1
+_OF_A_RANK = re.compile(r"__(\d+)_\d+\.distcp|rank_(\d+)\..*")
+
+
 @dataclass(eq=False)
 class RemoteRun:
-    """The run's directory in a store: claimed by `begin`, and released by `end`."""
+    """The run's directory in a store: claimed by `begin`, and released by `end`.
+
+    Uploads the checkpoints given to `put`, one after the other. Every rank has one, and puts the same."""
 
     run: StorePath
     run_dir: Path
@@ -52,27 +68,26 @@ class RemoteRun:
     def __post_init__(self) -> None:
         self.directory = self.run / "checkpoints"
         self._ownership: Ownership | None = None
-        self._sender: Sender | None = None
         self._sent: dict[str, tuple[int, int]] = {}  # the run's files, with size and time of change
+        self._waiting: deque[Path] = deque()
+        self._count = 0
+        self._stored: dict[int, Manifest] | None = None  # on rank 0, by step; None: not looked yet
+        self._changed = threading.Condition()
+        self._ended = threading.Event()
+        self._fatal: CheckpointError | None = None
+        self._trouble: str | None = None
+        self._answered = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="checkpoint sender", daemon=True)
 
-    def begin(self, stage: Path) -> Sender:
+    def begin(self, stage: Path) -> None:
         """Claims the run and begins to send, first what waits in `stage`; every rank calls it."""
         world, task = self.world, f"claim {self.run}"
         self._ownership = on_all_ranks(world, task, self._claim)
         name = from_main_rank(world, task, lambda: self._ownership.token if self._ownership else "")
-        notes = self.connect() or HashStore()
-        self._sender = Sender(
-            self.directory,
-            self.retention,
-            rank=world.rank,
-            world_size=world.world_size,
-            notes=PrefixStore(name, notes),  # a later trainer of this job has others
-            ownership=self._ownership,
-            after_each=self._send_files,
-        )
+        self._notes = PrefixStore(name, self.connect() or HashStore())  # a later trainer of this job has others
+        self._thread.start()
         for path in from_main_rank(world, task, lambda: [manifest.path for manifest in list_checkpoints(stage)]):
-            self._sender.put(path)
-        return self._sender
+            self.put(path)
 
     def _claim(self) -> Ownership | None:
         if not self.world.is_main:
@@ -98,59 +113,6 @@ class RemoteRun:
                 self.run.store.send(path, f"{self.run.key}/{path.name}")
                 self._sent[path.name] = state
 
-    def end(self) -> None:
-        """Ends what `begin` began; checkpoints not yet uploaded wait on the disk."""
-        if self._sender is not None:
-            self._sender.close()
-            self._sender = None
-        if self._ownership is not None:
-            try:
-                if not self._ownership.is_lost():
-                    self._send_files()
-            except OSError as error:
-                logger.warning("the run's own files were not sent to %s: %s", self.run, error)
-            self._ownership.release()
-            self._ownership = None
-
-
-# -- Sender: a thread of each rank uploads a run's checkpoints from the local disk to an object store.
-#
-#    written to the disk -> each rank sends its own files -> rank 0 writes the manifest -> removed from the disk
-#
-# The threads only communicate through the job's note store, not by collectives, so a slow line causes no time-out.
-
-
-PATIENCE_SECONDS = 60.0  # how long the end of a run, or its start, waits for a store that does not answer
-
-_LONGEST_PAUSE = 15.0
-_LOOK_SECONDS = 0.1
-_OF_A_RANK = re.compile(r"__(\d+)_\d+\.distcp|rank_(\d+)\..*")
-
-
-@dataclass(eq=False)
-class Sender:
-    """Uploads the checkpoints given to `put`, one after the other. Every rank has one, and puts the same."""
-
-    remote: StorePath
-    retention: CheckpointParameters
-    rank: int
-    world_size: int
-    notes: Store
-    ownership: Ownership | None
-    after_each: Callable[[], None]
-
-    def __post_init__(self) -> None:
-        self._waiting: deque[Path] = deque()
-        self._count = 0
-        self._stored: dict[int, Manifest] | None = None  # on rank 0, by step; None: not looked yet
-        self._changed = threading.Condition()
-        self._ended = threading.Event()
-        self._fatal: CheckpointError | None = None
-        self._trouble: str | None = None
-        self._answered = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="checkpoint sender", daemon=True)
-        self._thread.start()
-
     def put(self, checkpoint: Path) -> None:
         """Sends a checkpoint that is whole on the disk, and removes it there."""
         with self._changed:
@@ -173,18 +135,27 @@ class Sender:
                 self.refuse_if_lost()
                 if self._trouble and time.monotonic() - self._answered > PATIENCE_SECONDS:
                     raise CheckpointError(
-                        f"{len(self._waiting)} checkpoints could not be sent to {self.remote}: {self._trouble}. They "
-                        f"wait in {self._waiting[0].parent}; the same command sends them first."
+                        f"{len(self._waiting)} checkpoints could not be sent to {self.directory}: {self._trouble}. "
+                        f"They wait in {self._waiting[0].parent}; the same command sends them first."
                     )
                 self._changed.wait(_LOOK_SECONDS)
             self.refuse_if_lost()
 
-    def close(self) -> None:
-        """Ends the thread; checkpoints not yet uploaded stay on the disk."""
+    def end(self) -> None:
+        """Ends what `begin` began; checkpoints not yet uploaded wait on the disk."""
         self._ended.set()
         with self._changed:
             self._changed.notify_all()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
+        if self._ownership is not None:
+            try:
+                if not self._ownership.is_lost():
+                    self._send_files()
+            except OSError as error:
+                logger.warning("the run's own files were not sent to %s: %s", self.run, error)
+            self._ownership.release()
+            self._ownership = None
 
     # -- the thread
 
@@ -227,7 +198,7 @@ class Sender:
         if self._trouble is None:
             logger.warning(
                 "%s does not take checkpoints: %s. They wait in %s, and training continues.",
-                self.remote,
+                self.directory,
                 why,
                 self._waiting[0].parent,
             )
@@ -238,22 +209,22 @@ class Sender:
         if self._trouble is not None:
             self._trouble = None
             self._tell("")
-            logger.warning("%s takes checkpoints again; %d are on the way", self.remote, len(self._waiting))
+            logger.warning("%s takes checkpoints again; %d are on the way", self.directory, len(self._waiting))
 
     def _send(self, path: Path) -> None:
         """Sends this rank's files of a checkpoint; rank 0 then makes it one. May be called again after an OSError."""
-        if self.rank == 0:
+        if self.world.rank == 0:
             self._note("files", json.dumps(self._files_to_send(path)))
         names = json.loads(self._noted("files", by=0) or "[]")
-        target = self.remote / path.name
+        target = self.directory / path.name
         for name in names:
             of_rank = _OF_A_RANK.fullmatch(name)
-            if (int(of_rank[1] or of_rank[2]) if of_rank else 0) % self.world_size == self.rank:
-                self.remote.store.send(path / name, (target / name).key)
+            if (int(of_rank[1] or of_rank[2]) if of_rank else 0) % self.world.world_size == self.world.rank:
+                self.directory.store.send(path / name, (target / name).key)
                 self._answers()
-        self._note(f"sent by {self.rank}", "")
-        if self.rank == 0 and names:
-            for rank in range(self.world_size):
+        self._note(f"sent by {self.world.rank}", "")
+        if self.world.rank == 0 and names:
+            for rank in range(self.world.world_size):
                 self._noted(f"sent by {rank}", by=rank)
             if not self._ended.is_set():
                 self._commit(path)
@@ -271,7 +242,9 @@ class Sender:
             discard(path)
             return []
         if same is not None and same.wall_time > local.wall_time:
-            logger.warning("%s has a newer checkpoint of step %d; the local one is set aside", self.remote, local.step)
+            logger.warning(
+                "%s has a newer checkpoint of step %d; the local one is set aside", self.directory, local.step
+            )
             set_aside(path)
             return []
         if local.step not in kept((stored | {local.step: local}).values(), self.retention):
@@ -286,7 +259,7 @@ class Sender:
     def _commit(self, path: Path) -> None:
         """Rank 0: writes the manifest, after which the checkpoint exists, and removes checkpoints that are not kept."""
         content, local = (path / MANIFEST_NAME).read_bytes(), read_manifest(path)
-        target, place = self.remote / path.name, self._manifest_of(path)
+        target, place = self.directory / path.name, self._manifest_of(path)
         try:
             compare_sizes(target, {name: entry.size for name, entry in local.files.items()})
         except DamagedCheckpointError as error:
@@ -301,43 +274,43 @@ class Sender:
             for step in stored.keys() - kept(stored.values(), self.retention):
                 discard(stored[step].path)
                 del stored[step]
-            self.after_each()
+            self._send_files()
         except OSError as error:  # the checkpoint is there, and the next one tries again
-            logger.warning("%s: %s", self.remote, without_secrets(error))
+            logger.warning("%s: %s", self.directory, without_secrets(error))
 
     def _what_is_stored(self) -> dict[int, Manifest]:
         if self._stored is None:
-            self._stored = {manifest.step: manifest for manifest in list_checkpoints(self.remote)}
+            self._stored = {manifest.step: manifest for manifest in list_checkpoints(self.directory)}
         return self._stored
 
     def _refuse_if_taken(self) -> None:
-        if self.ownership is not None and self.ownership.is_lost():
+        if self._ownership is not None and self._ownership.is_lost():
             raise CheckpointError(
-                f"another job has taken {self.remote.parent} while this one did not answer. Stop one of them, or give "
-                "this run another experiment name."
+                f"another job has taken {self.run} while this one did not answer. Stop one of them, or give this run "
+                "another experiment name."
             )
 
     def _manifest_of(self, path: Path) -> StorePath:
-        return self.remote / path.name / MANIFEST_NAME
+        return self.directory / path.name / MANIFEST_NAME
 
     # -- messages between ranks
 
     def _note(self, what: str, value: str) -> None:
-        self.notes.set(f"sender/{self._count}/{what}", value)
+        self._notes.set(f"sender/{self._count}/{what}", value)
 
     def _tell(self, trouble: str) -> None:
-        self.notes.set(f"sender/trouble of {self.rank}", trouble)
+        self._notes.set(f"sender/trouble of {self.world.rank}", trouble)
 
     def _noted(self, what: str, *, by: int) -> str | None:
         """Waits for a rank's note; None if this sender ends first. Until then its trouble is also this rank's."""
         key = f"sender/{self._count}/{what}"
-        while not self.notes.check([key]):
+        while not self._notes.check([key]):
             if self._ended.wait(_LOOK_SECONDS):
                 return None
             about = f"sender/trouble of {by}"
-            trouble = self.notes.get(about).decode() if self.notes.check([about]) else ""
+            trouble = self._notes.get(about).decode() if self._notes.check([about]) else ""
             if trouble:
                 self._has_trouble(f"rank {by}: {trouble}")
             else:
                 self._answers()
-        return self.notes.get(key).decode()
+        return self._notes.get(key).decode()

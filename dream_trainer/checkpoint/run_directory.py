@@ -141,13 +141,11 @@ def _expect(run_dir: Path, token: str) -> None:
 def linked_checkpoints(link: Path, elsewhere: Path | None, world: Ranks) -> Path:
     """The directory of a run's checkpoints, which `link` points to from now on; every rank calls it."""
     directory = link.resolve() if elsewhere is None else elsewhere
-    on_all_ranks(world, "find the checkpoints", lambda: link_checkpoints(link, directory) if world.is_main else None)
+    on_all_ranks(world, "find the checkpoints", lambda: _link(link, directory.absolute()) if world.is_main else None)
     return directory
 
 
-def link_checkpoints(link: Path, directory: Path) -> None:
-    """Makes `link` point to `directory`, which is created if missing; only rank 0 calls it."""
-    directory = directory.absolute()
+def _link(link: Path, directory: Path) -> None:
     if link.is_symlink() and not link.exists():
         raise CheckpointError(
             f"{link} leads to {link.readlink()}, which is not there: is that disk mounted? Remove the link if the "

@@ -29,6 +29,7 @@ from dream_trainer.checkpoint.files import compare_content
 from dream_trainer.checkpoint.manifest import FileEntry, Manifest, read_manifest
 from dream_trainer.compat.pytorch import dcp_metadata_globals, file_window, local_tensor
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
+from dream_trainer.stores.store_path import StorePath
 
 METADATA_NAME = ".metadata"
 
@@ -184,7 +185,7 @@ def _shifted(box: Box, origin: Any) -> Box:
 def read_tensors(
     manifest: Manifest, metadata: Metadata, tensors: Mapping[str, Tensor], shards: Collection[str]
 ) -> None:
-    """Fills `tensors` in place; no communication. Each file is read once, from its beginning to its end.
+    """Fills `tensors` in place; no communication. Each file is read from its beginning to its end, and hashed after.
 
     Compares the checksums of `shards`, which takes precedence over PyTorch's errors about damaged bytes."""
     stored = DcpTensors(manifest.path, metadata, manifest)
@@ -200,7 +201,8 @@ def read_tensors(
                 by_file.setdefault(piece.file, []).append((piece, local, part.box))
         for file, parts in by_file.items():
             with blaming(file), file.open("rb") as stream:
-                hashed = _Hashed(stream) if file.name in unread else None
+                # The memory of the host still has a local file's content: hashing it on the way would copy that twice.
+                hashed = _Hashed(stream) if file.name in unread and isinstance(file, StorePath) else None
                 for piece, local, box in sorted(parts, key=lambda of: of[0].offset):
                     window = hashed.part if hashed else partial(file_window, stream)
                     piece.copy(window(piece.offset, piece.length), local, box)
@@ -217,7 +219,7 @@ _PART = 32 << 20
 
 
 class _Hashed:
-    """A file that is read in order, and hashed whole: from a store no byte comes twice."""
+    """An object that is read in order, and hashed whole: no byte comes twice."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream, self._digest, self._position = stream, xxh3_128(), 0

@@ -85,7 +85,6 @@ class Saver(Saving):
         self._leaves_at_first_save = False
         self._claimed: list[Path] = []
         self._known_trainings: dict[Path, int] = {}
-        self._remote: RemoteRun | None = None
 
     @property
     def is_overtaken(self) -> bool:
@@ -99,17 +98,17 @@ class Saver(Saving):
 
     def send_to(self, remote: RemoteRun) -> None:
         """Uploads checkpoints to an object store from now on, first those that wait on the disk; a collective."""
-        self._remote = remote
+        self.writer.remote = remote
         with self.patience():
-            self.writer.sender = remote.begin(self.writer.directory)
+            remote.begin(self.writer.directory)
 
     def wait_until_sent(self) -> None:
         with self.patience():
             self.writer.wait_until_sent()
 
     def release(self) -> None:
-        if self._remote is not None:
-            self._remote.end()
+        if self.writer.remote is not None:
+            self.writer.remote.end()
         while self._claimed:
             release(self._claimed.pop())
 
@@ -301,9 +300,9 @@ class Saver(Saving):
             self.writer.warming.collect()
 
     def _finish_sending(self) -> None:
-        if self.writer.sender is not None:
+        if self.writer.remote is not None:
             with self.patience():
-                self.writer.sender.finish()
+                self.writer.remote.finish()
 
     # -- resuming
 
@@ -337,10 +336,9 @@ class Saver(Saving):
         """Moves checkpoints of the abandoned branch away, since they look like this one's. Only training does this."""
         if self._leaves_after is not None:
             leave_branch(self.writer.directory, self._leaves_after, self.world)
-            if self._remote is not None:
-                leave_branch(self._remote.directory, self._leaves_after, self.world)
-            if self.writer.sender is not None:
-                self.writer.sender.look_again()
+            if self.writer.remote is not None:
+                leave_branch(self.writer.remote.directory, self._leaves_after, self.world)
+                self.writer.remote.look_again()
             self._leaves_after = None
 
     def state(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dream_trainer.checkpoint.local_checkpoints import LocalCheckpoints
 from dream_trainer.checkpoint.manifest import retire
-from dream_trainer.checkpoint.remote_run import Sender
+from dream_trainer.checkpoint.remote_run import RemoteRun
 from dream_trainer.checkpoint.snapshot import KnownPlan, Snapshot
 from dream_trainer.checkpoint.store import write_checkpoint
 from dream_trainer.compat.pytorch import local_tensor, with_local
@@ -32,7 +32,7 @@ class SnapshotWriter:
     world: Ranks
     copies: HostCopies | None = None  # None: snapshots are not copied
     local: LocalCheckpoints | None = None  # each host's copies of the newest state
-    sender: Sender | None = None  # brings checkpoints to an object store
+    remote: RemoteRun | None = None  # brings checkpoints to an object store
 
     def __post_init__(self) -> None:
         self.writing: Background[Path | None] = Background("checkpoint writer")  # gives a checkpoint's directory
@@ -46,8 +46,8 @@ class SnapshotWriter:
         self.writing.start(partial(self._write, snapshot, replace=replace, is_local=is_local))
 
     def wait_until_sent(self) -> None:
-        if self.sender is not None:
-            on_all_ranks(self.world, "send checkpoints", self.sender.finish)
+        if self.remote is not None:
+            on_all_ranks(self.world, "send checkpoints", self.remote.finish)
 
     def before_update(self) -> None:
         """Right before parameters change in place: the device first finishes copying them. The host does not wait."""
@@ -64,13 +64,13 @@ class SnapshotWriter:
         return path
 
     def _write_checkpoint(self, snapshot: Snapshot, *, replace: bool) -> Path:
-        if self.sender is not None:
-            on_all_ranks(self.world, "save", self.sender.refuse_if_lost)
+        if self.remote is not None:
+            on_all_ranks(self.world, "save", self.remote.refuse_if_lost)
         path = write_checkpoint(self.directory, snapshot, world=self.world, replace=replace, known=self._known_plan)
         if self.local is not None:
             self.local.follow(path)
-        if self.sender is not None:
-            self.sender.put(path)
+        if self.remote is not None:
+            self.remote.put(path)
         elif self.world.is_main and not self.retention.keeps_all:
             try:
                 retire(self.directory, self.retention)

@@ -104,7 +104,16 @@ def write_checkpoint(
             if written is not None:
                 writer.write_metadata([results for results, _ in written])
                 files = writer.entries | {name: entry for _, entries in written for name, entry in entries.items()}
-                write_file(temporary / MANIFEST_NAME, encode_manifest(_describe(final, snapshot, files, job or world)))
+                manifest = Manifest(
+                    **snapshot.description,
+                    path=final,
+                    step=snapshot.step,
+                    world_size=(job or world).world_size,
+                    versions={"torch": str(torch.__version__), "dream_trainer": __version__},
+                    wall_time=time.time(),
+                    files=files,
+                )
+                write_file(temporary / MANIFEST_NAME, encode_manifest(manifest))
                 publish(temporary, final)
 
         on_all_ranks(world, task, commit)
@@ -159,18 +168,6 @@ def _write_small_files(directory: Path, snapshot: Snapshot, world: Ranks, job: R
         name: FileEntry(size=len(content), xxh3=write_file(directory / name, content))
         for name, content in contents.items()
     }
-
-
-def _describe(final: Path, snapshot: Snapshot, files: dict[str, FileEntry], job: Ranks) -> Manifest:
-    return Manifest(
-        **snapshot.description,
-        path=final,
-        step=snapshot.step,
-        world_size=job.world_size,
-        versions={"torch": str(torch.__version__), "dream_trainer": __version__},
-        wall_time=time.time(),
-        files=files,
-    )
 
 
 # -- Reading a checkpoint back: its tensors into those of any mesh, and the states of all ranks or of one.

@@ -113,14 +113,6 @@ def materialize(models: Mapping[str, nn.Module], plan: Plan, device: torch.devic
         plan.values.fill(group, plan.tape, device)
     for model in models.values():
         plan.values.settle(model, device)
-    modules = [pair for name, model in models.items() for pair in model.named_modules(prefix=name)]
-    tensors = ((prefix, *found) for prefix, part in modules for found in (*_named_tensors(part), *_attributes(part)))
-    left = [f"{prefix}.{name}" for prefix, name, tensor in tensors if tensor.is_meta]
-    if left:
-        raise InitError(
-            f"{', '.join(left[:5])} stayed on the meta device. Make such tensors parameters, buffers or attributes of "
-            "a module in configure_models()."
-        )
 
 
 def _refuse_left_behind(models: Mapping[str, nn.Module], plan: Plan) -> None:

@@ -93,14 +93,6 @@ class Tape:
         with without_torch_function():
             return self.tracks(tensor) and self.history.is_drawn(self.history.ref(tensor))
 
-    def replay(self, tensor: Tensor) -> Tensor:
-        """The full real CPU tensor that `tensor` stands for, NaN in unwritten places; a real one as it is."""
-        with without_torch_function():
-            if not tensor.is_meta:
-                return tensor
-            ref = self.history.ref(tensor)
-            return ref.view(self.history.replay(ref)[0])
-
 
 LARGE = 1 << 20  # smallest number of elements of a deferred filled tensor: 4 MB in fp32
 

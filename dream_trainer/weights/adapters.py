@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dream_trainer.checkpoint.files import local_path
 from dream_trainer.checkpoint.model_state import model_parameters, model_tensors
 from dream_trainer.compat.peft import (
     Adapters,
@@ -32,6 +31,7 @@ from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.modules.class_change import own_class
 from dream_trainer.parallel.sharding import is_cut, names_in_whole
 from dream_trainer.screen import logger
+from dream_trainer.stores.store_path import as_path
 from dream_trainer.weights.export_files import ADAPTER_CONFIG_NAME
 from dream_trainer.weights.first_values import begin_again, first_values_of
 from dream_trainer.weights.load import LoadReport, load_weights, origin_of
@@ -167,7 +167,7 @@ def load_adapters(
             adapter's names or shapes are not the file's. The same on every rank, and nothing was written.
         ConfigError: `model` is not wrapped by peft.
     """
-    place, ranks = local_path(path).expanduser(), world or Ranks.of_default_group()
+    place, ranks = as_path(path).expanduser(), world or Ranks.of_default_group()
     adapters = whole_adapters({"model": model}, ranks).get("model")
     if adapters is None:
         raise ConfigError(f"{type(model).__name__} is not wrapped by peft. Use load_weights.")

@@ -24,8 +24,6 @@ from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.stores.store_path import as_path
 from dream_trainer.weights.adapters import adapters_from, merged_reader, whole_adapters
 from dream_trainer.weights.export_files import (
-    ADAPTER_CONFIG_NAME,
-    CONFIG_NAME,
     DTYPE_NAMES,
     FilePlan,
     TensorSpec,
@@ -97,7 +95,9 @@ def export_checkpoint(
     content = _content(specs, read, config, adapters, merge_adapters=merge_adapters)
     names = renamer(renames)(content.specs)
     plan = content.plan(Path(out), names, dtype, max_shard_size)
-    return content.write(Path(out), plan, lambda name: content.read(names[name]), overwrite=overwrite)
+    return write_files(
+        Path(out), plan, lambda name: content.read(names[name]), config=content.config, overwrite=overwrite
+    )
 
 
 @dataclass(frozen=True)
@@ -114,10 +114,6 @@ class _Content:
     ) -> FilePlan:
         specs = {name: _cast(self.specs[source], dtype) for name, source in sources.items()}
         return plan_files(out, specs, max_shard_size, are_adapters=self.are_adapters)
-
-    def write(self, out: Path, plan: FilePlan, read: Callable[[str], Tensor], *, overwrite: bool) -> list[Path]:
-        config_name = ADAPTER_CONFIG_NAME if self.are_adapters else CONFIG_NAME
-        return write_files(out, plan, read, config=self.config, config_name=config_name, overwrite=overwrite)
 
 
 def _content(
@@ -193,7 +189,7 @@ def export_model(
         try:
             if not world.is_main:
                 return []
-            return content.write(out, plan, lambda _: gather(next(names)), overwrite=overwrite)
+            return write_files(out, plan, lambda _: gather(next(names)), config=content.config, overwrite=overwrite)
         finally:
             for name in names:
                 gather(name)

@@ -24,8 +24,8 @@ from dream_trainer.errors import CheckpointError, ConfigError
 
 INDEX_NAME = "model.safetensors.index.json"
 CONFIG_NAME = "config.json"
+ADAPTERS_NAME = "adapter_model.safetensors"
 ADAPTER_CONFIG_NAME = "adapter_config.json"
-
 
 _TORCH_SUFFIXES = (".pt", ".pth")
 _OWN_NAME = re.compile(
@@ -86,7 +86,7 @@ def plan_files(
     if out.suffix == ".safetensors":
         return {out.name: file_order(specs)}
     if are_adapters:
-        return {"adapter_model.safetensors": file_order(specs)}
+        return {ADAPTERS_NAME: file_order(specs)}
     shards: list[dict[str, TensorSpec]] = [{}]
     filled = 0
     for name, spec in specs.items():
@@ -152,7 +152,6 @@ def write_files(
     read: Callable[[str], Tensor],
     *,
     config: Mapping[str, Any] | None,
-    config_name: str = CONFIG_NAME,
     overwrite: bool,
 ) -> list[Path]:
     """Writes an export under a temporary name next to `out` and renames it when all of it is on the disk."""
@@ -169,6 +168,7 @@ def write_files(
             written = [out]
         else:
             temporary.mkdir()
+            config_name = ADAPTER_CONFIG_NAME if ADAPTERS_NAME in plan else CONFIG_NAME
             documents = {} if config is None else {config_name: config}
             written = [out / name for name in _write_directory(temporary, plan, read, documents)]
             for file in out.iterdir() if out.exists() else ():  # other files there, such as a tokenizer
@@ -259,8 +259,6 @@ def _header(specs: Mapping[str, TensorSpec]) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers requires this
     begin = 0
     for name, spec in specs.items():
-        if spec.dtype not in DTYPE_NAMES:
-            raise ValueError(f"{name} is {spec.dtype}, which safetensors cannot store. Convert it, or export to .pt.")
         end = begin + spec.nbytes
         entries[name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": spec.shape, "data_offsets": [begin, end]}
         begin = end

@@ -23,10 +23,9 @@ from typing import Any
 
 import torch
 
-from dream_trainer.checkpoint.remote_run import Sender
+from dream_trainer.checkpoint.remote_run import RemoteRun
 from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.checkpoint.store import load_tensors, write_checkpoint
-from dream_trainer.compat.pytorch import HashStore
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.stores.store_path import StorePath
@@ -53,17 +52,12 @@ class Bench:
         self.tensors = {f"models.net.{index}": torch.randn(1000, 1000) for index in range(megabytes // 4)}
         self._client: Any = boto3.client("s3", endpoint_url=address)
         self._config = TransferConfig(max_concurrency=10, multipart_chunksize=16 << 20, multipart_threshold=32 << 20)
-        root = StorePath(f"s3://{BUCKET}/run/checkpoints")
-        self._remote = root
-        self._sender = Sender(
-            root,
-            CheckpointParameters(),
-            rank=0,
-            world_size=1,
-            notes=HashStore(),
-            ownership=None,
-            after_each=lambda: None,
-        )
+        run_dir = directory / "run"
+        run_dir.mkdir()
+        run = StorePath(f"s3://{BUCKET}/run")
+        self._remote = run / "checkpoints"
+        self._sender = RemoteRun(run, run_dir, CheckpointParameters(), Ranks.alone(), lambda: None)
+        self._sender.begin(self._stage)
         self._step = 0
         self._shard = directory / "shard"
 
@@ -95,7 +89,7 @@ class Bench:
         self._sender.finish()
 
     def close(self) -> None:
-        self._sender.close()
+        self._sender.end()
 
     def send_bare(self) -> float:
         """Seconds in which the client sends the shard."""

@@ -19,7 +19,7 @@ import torch.nn as nn
 
 from dream_trainer.best_value import mode_of, refuse_other_places
 from dream_trainer.checkpoint.digests import FrozenWeights
-from dream_trainer.checkpoint.files import local_path, step_name
+from dream_trainer.checkpoint.files import step_name
 from dream_trainer.checkpoint.local_checkpoints import LocalCheckpoints
 from dream_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, best_checkpoint, verify_checkpoint
 from dream_trainer.checkpoint.model_state import ModelForm, model_configs
@@ -222,7 +222,9 @@ class CheckpointMixin(AbstractTrainer):
         from dream_trainer.weights.export import export_model
         from dream_trainer.weights.weight_files import choose_model
 
-        target = local_path(path)
+        target = as_path(path)
+        if isinstance(target, StorePath):
+            raise CheckpointError(f"{path} is in an object store. Export to a directory, and copy that.")
         start(self._runtime)
         self._runtime.refuse_inside_window("export")
         models = self.named_models()
