@@ -96,8 +96,9 @@ class PlanTrainer:
     """Whether to print JSON."""
 
     def run(self, *overrides: str) -> int:
-        from dream_trainer.planning.planner import make_plan, memory_of
+        from dream_trainer.planning.planner import make_plan
         from dream_trainer.planning.report import markdown
+        from dream_trainer.weights.export_files import parse_size
 
         path, _, name = self.target.rpartition(":")
         program = Program(path=path or name, name=name if path else "", config=self.function, arguments=overrides)
@@ -107,7 +108,7 @@ class PlanTrainer:
             rank=self.rank,
             ranks_per_host=self.ranks_per_host,
             rates=self.rates if self.search else None,
-            memory=None if self.gpu_memory is None else memory_of(self.gpu_memory),
+            memory=None if self.gpu_memory is None else parse_size(self.gpu_memory),
             tell=_tell,
         )
         show(json.dumps(asdict(found), indent=2) if self.json else markdown(found))
