@@ -242,13 +242,11 @@ def told(error: BaseException) -> dict[str, Any]:
 
 def preload() -> None:
     """Imports what trainers need."""
-    import torch._dynamo
-    import torch.distributed.fsdp
-    import torch.distributed.tensor.parallel  # noqa: F401
-
-    import dream_trainer.callbacks
-    import dream_trainer.checkpoint.store
-    import dream_trainer.trainer.dream  # noqa: F401
+    for name in (
+        *("dream_trainer.trainer.dream", "dream_trainer.callbacks", "dream_trainer.checkpoint.store", "torch._dynamo"),
+        *("torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
+    ):
+        importlib.import_module(name)
 
 
 def serve() -> None:
