@@ -37,7 +37,6 @@ _NAMES = {
     "dream_trainer.checks": "divisors",
     "dream_trainer.cli.main": "GROUPS main",
     "dream_trainer.cli.new": "EXAMPLES LAUNCH",
-    "dream_trainer.planning.planner": "memory_of",
     "dream_trainer.cli.plot": "draw panels read_log",
     "dream_trainer.compat.async_collectives": "waited why_memory_is_not_shared",
     "dream_trainer.compat.attention": "BlockMask attend_flexibly causal_to_the_last_key same_document_mask",

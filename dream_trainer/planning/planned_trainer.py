@@ -33,9 +33,21 @@ from dream_trainer.trainer.session import start
 LEFT_OUT = ("pretrained weights", "resuming", "validation", "saves", "loggers", "callbacks", "verification")
 
 
+def _copied(move_batch: Callable[..., Any]) -> Callable[..., Any]:
+    """The hook, whose batch is a copy of the loader's, as it would be on another device."""
+
+    def moved(self: Any, batch: Any, device: torch.device) -> Any:
+        copy = map_tensors(self._copy, move_batch(self, batch, device))
+        self._tracker.mark(leaves(copy), "inputs")
+        return copy
+
+    return moved
+
+
 class MeasuredTrainer(BaseTrainer):
     """Stands before the user's class. `fit` sets up, trains two windows, and hands on the one with the higher peak."""
 
+    _around: ClassVar = {"move_batch": _copied}
     _changes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Of each of the config's groups the values to change."""
     _program: ClassVar[Program] = Program()
@@ -43,7 +55,6 @@ class MeasuredTrainer(BaseTrainer):
     _scratch: ClassVar[str]
     _done: ClassVar[Callable[[Any, StepMeasure], None]]
     _tracker: Tracker
-    _owners: dict[int, str]  # by the number of a parameter its module's name
     left_out_compilation: bool
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -71,19 +82,18 @@ class MeasuredTrainer(BaseTrainer):
         runtime.parallel.forget_whole()
         self._notify("pre_fit")
         self._notify("pre_epoch")
-        models = runtime.registry.models()
-        for name, model in models.items():
-            for path, part in model.named_modules(prefix=name):
-                self._tracker.mark(part.parameters(recurse=False), "parameters", path)
-                self._tracker.mark(part.buffers(recurse=False), "buffers", path)
+        for path, part in self._parts():
+            self._tracker.mark(part.parameters(recurse=False), "parameters", path)
+            self._tracker.mark(part.buffers(recurse=False), "buffers", path)
         steps: list[StepMeasure] = []
         for _ in range(2):
             window = next_window(runtime)
             if window is None:
                 raise ConfigError("the training data end before two steps. A plan trains two.")
-            with self._values(), self._tracker.window(models) as measured:
-                self._run_window(window)
-            steps.append(measured)
+            with self._values():
+                with self._tracker.window(self._parts()):
+                    self._run_window(window)
+                steps.append(self._tracker.measured(self.world))
         type(self)._done(self, max(steps, key=lambda each: each.peak))
 
     def _values(self) -> AbstractContextManager[Any]:
@@ -102,12 +112,6 @@ class MeasuredTrainer(BaseTrainer):
 
         return run
 
-    def _moved(self, batch: Any) -> Any:
-        """A batch that `move_batch` has moved: on another device it would be a copy of the loader's."""
-        moved = map_tensors(self._copy, batch)
-        self._tracker.mark(leaves(moved), "inputs")
-        return moved
-
     def _copy(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
 
@@ -115,40 +119,23 @@ class MeasuredTrainer(BaseTrainer):
     def step(
         self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], scheduler: Any | Sequence[Any] | None = None
     ) -> Tensor | None:
-        self._mark_gradients()
+        for path, part in self._parts():
+            self._tracker.mark((parameter.grad for parameter in part.parameters(recurse=False)), "gradients", path)
         self._tracker.phase, self._tracker.is_users_turn = "temporaries", False
         norm = super().step(model, optimizer, scheduler)
         self._tracker.phase, self._tracker.is_users_turn = "activations", True
         for each in self._runtime.registry.optimizers().values():
             for parameter, state in each.state.items():
-                self._tracker.mark(leaves(dict(state)), "optimizer state", self._owners.get(id(parameter)))
+                self._tracker.mark(leaves(dict(state)), "optimizer state", self._tracker.module_of(parameter))
         return norm
 
-    def _mark_gradients(self) -> None:
-        owners: dict[int, str] = {}
+    def _parts(self) -> Iterator[tuple[str, nn.Module]]:
         for name, model in self._runtime.registry.models().items():
-            for path, part in model.named_modules(prefix=name):
-                for parameter in part.parameters(recurse=False):
-                    owners.setdefault(id(parameter), path)
-                    self._tracker.mark([parameter.grad], "gradients", path)
-        vars(self)["_owners"] = owners
+            yield from model.named_modules(prefix=name)
 
-    @override
-    def log(self, *args: Any, **kwargs: Any) -> None: ...
+    def _leave_out(self, *args: Any, **kwargs: Any) -> None: ...
 
-    @override
-    def log_dict(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def _make_saver(self) -> None: ...
-
-    @override
-    def _resume(self) -> None: ...
-
-    @override
-    def _window_finished(self, *, is_last: bool) -> None: ...
-
-    @override
-    def _close(self) -> None: ...
+    log = log_dict = _make_saver = _resume = _window_finished = _close = _leave_out
 
 
 class PlannedTrainer(MeasuredTrainer):
@@ -196,19 +183,3 @@ class PlannedTrainer(MeasuredTrainer):
             "a plan is of fit(), and the program calls evaluate() before. Give a function that returns "
             "the trainer: PROGRAM:FUNCTION."
         )
-
-
-def in_place_of(kind: type[MeasuredTrainer], **values: Any) -> Callable[[type], type]:
-    """For `building_instead`: a user's class with `kind` before it."""
-
-    first = type(kind.__name__, (kind,), {"__module__": kind.__module__, **values})
-
-    def subclass(cls: type) -> type:
-        def move_batch(self: Any, batch: Any, device: torch.device) -> Any:
-            return self._moved(super(made, self).move_batch(batch, device))
-
-        names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "move_batch": move_batch}
-        made: Any = type(cls.__name__, (first, cls), names)
-        return cast(type, made)
-
-    return subclass

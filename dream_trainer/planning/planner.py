@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
@@ -13,20 +12,13 @@ from typing import Any
 import cattrs
 
 from dream_trainer.checks import refuse
-from dream_trainer.planning.planned_world import NeedsFirstStageError, PlanError
-from dream_trainer.planning.rank_plan import (
-    Changes,
-    RankJob,
-    RankPlan,
-    Tried,
-    flags_of,
-    plan_rank,
-)
-from dream_trainer.planning.search import Mesh, Rates, search_meshes
+from dream_trainer.planning.planned_world import PlanError
+from dream_trainer.planning.rank_plan import Changes, RankJob, RankPlan, Tried, plan_rank, tried
+from dream_trainer.planning.search import WAYS, Rates, search_meshes
 from dream_trainer.testing.program import Program
+from dream_trainer.testing.rank_process import preload
 
 MOST_RANKS = 4096
-_UNITS = {"": 2**30, "GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6, "TiB": 2**40, "TB": 10**12}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +32,7 @@ class MeshPlan:
     """Bytes of a device; None if nothing was asked."""
     tried: list[Tried] = field(default_factory=list)
     """What was tried where it does not fit."""
-    meshes: list[Mesh] = field(default_factory=list)
+    meshes: list[Tried] = field(default_factory=list)
     """What a search has planned: those that fit first, the cheapest of them at the top."""
     rates: Rates = field(default_factory=Rates)
     """What the costs of meshes are counted with."""
@@ -52,20 +44,7 @@ class MeshPlan:
     @property
     def answer(self) -> Tried | None:
         """The smallest change with which it fits."""
-        fitting = (each for each in self.tried if each.plan is not None and each.plan.peak <= (self.memory or 0))
-        return next(fitting, None)
-
-
-def memory_of(text: str) -> int:
-    """`"80GiB"` as bytes; GiB without a unit."""
-    number = text.strip().rstrip("BGMTib")
-    unit = text.strip()[len(number) :]
-    try:
-        n_bytes = float(number) * _UNITS[unit]
-    except (ValueError, KeyError):
-        n_bytes = 0
-    refuse(n_bytes <= 0, f"--gpu-memory {text!r} is no size. Write a number and a unit: 80GiB.")
-    return int(n_bytes)
+        return next((each for each in self.tried if each.fits(self.memory)), None)
 
 
 def make_plan(
@@ -85,126 +64,91 @@ def make_plan(
     if rates is not None:
         refuse(memory is None, "--search needs the memory of a device. Write it too, such as --gpu-memory 80GiB.")
         refuse(min(rates) <= 0, f"--rates {' '.join(map(str, rates))}: a rate is not above 0.")
-    plans, job = _plans(program, world_size, rank=rank, ranks_per_host=ranks_per_host, tell=tell)
+    plans, job = plan_ranks(program, world_size, rank=rank, ranks_per_host=ranks_per_host, tell=tell)
     worst = max(plans.values(), key=lambda each: each.peak)
     found = MeshPlan(worst=worst, ranks={number: each.peak for number, each in plans.items()}, memory=memory)
     if rates is not None and memory is not None:
         of_device = Rates(*rates)
-        return replace(found, rates=of_device, meshes=search_meshes(worst, job, memory, of_device, _plan_of, tell))
+        return replace(found, rates=of_device, meshes=search_meshes(worst, job, memory, of_device, tell))
     if found.fits is not False:
         return found
     return replace(found, tried=list(_tried(found, replace(job, rank=worst.rank), tell)))
 
 
-def make_plans(program: Program, world_size: int) -> dict[int, RankPlan]:
-    """Those of the first and the last rank."""
-    return _plans(program, world_size, rank=None, ranks_per_host=8, tell=lambda line: None)[0]
-
-
-def _plans(
-    program: Program, world_size: int, *, rank: int | None, ranks_per_host: int, tell: Callable[[str], None]
+def plan_ranks(
+    program: Program,
+    world_size: int,
+    *,
+    rank: int | None = None,
+    ranks_per_host: int = 8,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> tuple[dict[int, RankPlan], RankJob]:
-    """By rank, and the job of further ones."""
+    """The plans of `rank`, or of the first and the last one, and the job of further ones."""
     refuse(not 0 < world_size <= MOST_RANKS, f"--world {world_size} is not between 1 and {MOST_RANKS} ranks.")
     refuse(rank is not None and not 0 <= rank < world_size, f"--rank {rank} is none of the {world_size} ranks.")
-    _preload()
+    preload()  # what each forked process needs
     job = RankJob(program=program, rank=0, world_size=world_size, ranks_per_host=ranks_per_host)
     plans: dict[int, RankPlan] = {}
     for number in dict.fromkeys([0, world_size - 1] if rank is None else [rank]):
         tell(f"rank {number} of {world_size}")
-        plans[number], job = _plan_of(number, job)
+        plans[number], job = plan_rank(number, job)
     return plans, job
-
-
-def _plan_of(rank: int, job: RankJob) -> tuple[RankPlan, RankJob]:
-    """Also the job of further ranks, which knows what stages of a pipeline give one another."""
-    try:
-        found = plan_rank(replace(job, rank=rank))
-    except NeedsFirstStageError:
-        job = replace(job, numbers=plan_rank(replace(job, rank=0)).numbers)
-        found = plan_rank(replace(job, rank=rank))
-    return found, replace(job, numbers=job.numbers or found.numbers)
 
 
 def _tried(plan: MeshPlan, job: RankJob, tell: Callable[[str], None]) -> Iterator[Tried]:
     """One change after the other, from the one that costs least, until it fits; in the end all of them."""
     together: dict[str, dict[str, Any]] = {}
-    last: dict[str, dict[str, Any]] = {}
-    for kind in _KINDS:
-        for name, changes in kind(plan.worst):
+    recomputing, sharded, accumulating, in_parts = _changes(plan.worst)
+    for kind in (recomputing, sharded, accumulating, in_parts):
+        last: Changes = {}
+        for name, changes in kind:
             tell(f"rank {job.rank} with {name}")
-            found = _try(name, changes, job)
+            found = tried(name, changes, job)
             yield found
-            if found.plan is not None:
-                if found.plan.peak <= (plan.memory or 0):
-                    return
-                last = {group: dict(values) for group, values in changes.items()}
-        if kind is not _tensor_parallel:
-            for group, values in last.items():
-                together.setdefault(group, {}).update(values)
-        last = {}
+            if found.fits(plan.memory):
+                return
+            last = last if found.plan is None else changes
+        for group, values in last.items() if kind is not in_parts else ():
+            together.setdefault(group, {}).update(values)
     if together:
         tell("all of these")
-        yield _try("recomputation, shards and micro-batches together", together, job)
+        yield tried("recomputation, shards and micro-batches together", together, job)
 
 
-def _try(change: str, changes: Changes, job: RankJob) -> Tried:
-    flags = flags_of(changes)
-    try:
-        found, _ = _plan_of(job.rank, replace(job, changes=changes, numbers=None))
-        return Tried(change=change, flags=flags, plan=found)
-    except PlanError as error:
-        return Tried(change=change, flags=flags, error=" ".join(str(error).split()))
-
-
-_Change = tuple[str, Changes]
-
-
-def _recompute(plan: RankPlan) -> Iterator[_Change]:
-    ways = ("none", "selective", "full")
-    for way in ways[ways.index(plan.settings["activation_checkpointing"]) + 1 :]:
-        yield f"{way} recomputation", {"device_parameters": {"activation_checkpointing": way}}
-
-
-def _shard(plan: RankPlan) -> Iterator[_Change]:
+def _changes(plan: RankPlan) -> tuple[list[tuple[str, Changes]], ...]:
+    """Recomputation, more shards, smaller micro-batches, and layers over ranks; of each the smallest change first."""
+    ways = WAYS[WAYS.index(plan.settings["activation_checkpointing"]) + 1 :]
     copies, shards = plan.mesh["dp_replicate"], plan.mesh["dp_shard"]
-    for times in (n for n in range(2, copies + 1) if copies % n == 0 and (n & (n - 1) == 0 or n == copies)):
-        sizes = {"dp_replicate": copies // times, "dp_shard": shards * times}
-        yield f"shards over {shards * times} ranks", {"device_parameters": sizes}
-
-
-def _accumulate(plan: RankPlan) -> Iterator[_Change]:
+    more = [n for n in range(2, copies + 1) if copies % n == 0 and (n & (n - 1) == 0 or n == copies)]
     size, times = plan.settings["train_batch_size"], 2
+    accumulating: list[tuple[str, Changes]] = []
     while size % times == 0 and size >= times:
         values: dict[str, Any] = {"train_batch_size": size // times}
         if plan.settings["global_batch_size"] is None:
             values["gradient_accumulation_steps"] = plan.settings["accumulation"] * times
-        if plan.mesh["dp_shard"] > 1:  # by default gradients would be whole between micro-batches
+        if shards > 1:  # by default gradients would be whole between micro-batches
             values["sync_policy"] = "reduce_scatter_each"
-        yield f"micro-batches of {size // times}", {"training_parameters": values}
+        accumulating.append((f"micro-batches of {size // times}", {"training_parameters": values}))
         times *= 2
-
-
-def _tensor_parallel(plan: RankPlan) -> Iterator[_Change]:
-    if plan.mesh["tp"] > 1:
-        return
-    for ranks in (2, 4, 8):
-        name = "dp_shard" if plan.mesh["dp_shard"] % ranks == 0 else "dp_replicate"
+    in_parts: list[tuple[str, Changes]] = []
+    for ranks in (2, 4, 8) if plan.mesh["tp"] == 1 else ():
+        name = "dp_shard" if shards % ranks == 0 else "dp_replicate"
         if plan.mesh[name] % ranks == 0:
-            other = {each: plan.mesh[each] for each in ("dp_replicate", "dp_shard")}
-            sizes = {**other, name: plan.mesh[name] // ranks, "tensor_parallel": ranks}
-            yield f"layers over {ranks} ranks", {"device_parameters": sizes}
-
-
-_KINDS: tuple[Callable[[RankPlan], Iterator[_Change]], ...] = (_recompute, _shard, _accumulate, _tensor_parallel)
-
-
-def _preload() -> None:
-    """What each forked process needs."""
-    from dream_trainer.testing.rank_process import PRELOADED
-
-    for name in (*PRELOADED, "dream_trainer.planning.planned_trainer"):
-        importlib.import_module(name)
+            sizes = {"dp_replicate": copies, "dp_shard": shards, "tensor_parallel": ranks}
+            changes = {"device_parameters": sizes | {name: plan.mesh[name] // ranks}}
+            in_parts.append((f"layers over {ranks} ranks", changes))
+    return (
+        [(f"{way} recomputation", {"device_parameters": {"activation_checkpointing": way}}) for way in ways],
+        [
+            (
+                f"shards over {shards * n} ranks",
+                {"device_parameters": {"dp_replicate": copies // n, "dp_shard": shards * n}},
+            )
+            for n in more
+        ],
+        accumulating,
+        in_parts,
+    )
 
 
 def plan(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 
 from dream_trainer.loggers.formatting import format_bytes
 from dream_trainer.planning.planner import MeshPlan
@@ -22,6 +23,11 @@ _MEANS = {
 _SHOWN_MODULES, _SHOWN_LINES = 12, 5
 
 
+def _table(header: str, rows: Iterable[Iterable[object]]) -> list[str]:
+    names = header.split(" | ")
+    return ["", *(f"| {' | '.join(map(str, row))} |" for row in (names, ["---"] * len(names), *rows))]
+
+
 def markdown(plan: MeshPlan) -> str:
     """The whole report."""
     worst = plan.worst
@@ -32,12 +38,19 @@ def markdown(plan: MeshPlan) -> str:
     lines += [f"Peak of a step on rank {worst.rank}: {format_bytes(worst.peak)}{f' ({others})' if others else ''}."]
     if plan.memory is not None:
         lines[-1] += f" {_verdict(plan)}"
-    lines += ["", "| At the peak | Bytes | |", "| --- | --- | --- |"]
     kinds = [name for name in _MEANS if worst.at_peak.get(name)]
-    lines += [f"| {name} | {format_bytes(worst.at_peak[name])} | {_MEANS[name]} |" for name in kinds]
-    lines += ["", *_tried(plan)] if plan.tried else []
-    lines += ["", *_searched(plan)] if plan.meshes else []
-    lines += ["", *_modules(worst), "", *_traffic(worst), *_reads(worst)]
+    lines += _table("At the peak | Bytes | ", ([n, format_bytes(worst.at_peak[n]), _MEANS[n]] for n in kinds))
+    if plan.tried:
+        lines += _table("Change | Peak | Sent in a step | Flags", map(_row_of_change, plan.tried))
+    lines += _searched(plan) if plan.meshes else []
+    lines += _modules(worst)
+    sent = "In a step | Over | Ranks | Calls | Bytes | A rank sends"
+    rows = [
+        [each.operation, each.dimensions, each.ranks, f"{each.calls:,}", f"{each.n_bytes:,}", format_bytes(each.sent)]
+        for each in worst.traffic
+    ]
+    lines += _table(sent, rows) if rows else ["", "Nothing is sent."]
+    lines += _reads(worst)
     took = f"{worst.seconds:.0f} s and {format_bytes(worst.process_bytes)} of this machine"
     lines += ["", f"Left out: {worst.left_out}. Kernels are those of the CPU. Took {took}."]
     return "\n".join(lines)
@@ -56,39 +69,29 @@ def _verdict(plan: MeshPlan) -> str:
     return f"It does not fit into {format_bytes(plan.memory)} ({over} too much). It does with `{answer.flags}`: {peak}."
 
 
-def _tried(plan: MeshPlan) -> list[str]:
-    rows = ["| Change | Peak | Sent in a step | Flags |", "| --- | --- | --- | --- |"]
-    return rows + [f"| {each.change} | {_numbers(each)} | `{each.flags}` |" for each in plan.tried]
-
-
-def _numbers(tried: Tried) -> str:
-    if tried.plan is None:
-        return f"{tried.error.replace('|', '/')} | -"
-    return f"{format_bytes(tried.plan.peak)} | {format_bytes(sum(row.sent for row in tried.plan.traffic))}"
+def _row_of_change(tried: Tried) -> list[str]:
+    plan = tried.plan
+    numbers = [tried.error.replace("|", "/"), "-"]
+    if plan is not None:
+        numbers = [format_bytes(plan.peak), format_bytes(sum(row.sent for row in plan.traffic))]
+    return [tried.change, *numbers, f"`{tried.flags}`"]
 
 
 def _searched(plan: MeshPlan) -> list[str]:
     """Meshes that fit; then those that need too much memory, or cannot be planned."""
-    rates = plan.rates
-    fitting = [each for each in plan.meshes if each.fits and each.plan and each.cost]
-    lines = ["| Mesh that fits | Peak | ms of a sample | Computing | In hosts | On the network |"]
-    lines += ["| --- | --- | --- | --- | --- | --- |"] if fitting else []
-    for each in fitting:
-        assert each.plan is not None
-        assert each.cost is not None
-        cost, n = each.cost, each.cost.samples
-        parts = " | ".join(f"{1000 * seconds / n:.3g}" for seconds in (cost.compute, cost.host, cost.network))
-        lines.append(f"| `{each.flags}` | {format_bytes(each.plan.peak)} | {1000 * cost.per_sample:.3g} | {parts} |")
-    if not fitting:
-        lines = ["No mesh that was planned fits."]
-    lines += [
-        "",
-        f"Counted with {rates.tflops:g} TFLOP/s, {rates.host_gb:g} GB/s in a host and {rates.network_gb:g} GB/s",
-    ]
-    lines[-1] += " between hosts (`--rates`), as if nothing overlapped."
-    too_large = [
-        f"`{each.flags}` ({format_bytes(each.plan.peak)})" for each in plan.meshes if each.plan and not each.fits
-    ]
+    rates, rows, too_large = plan.rates, list[list[str]](), list[str]()
+    for each in plan.meshes:
+        if each.plan is not None and each.cost is not None and each.fits(plan.memory):
+            cost = each.cost
+            parts = (cost.per_sample, *(seconds / cost.samples for seconds in (cost.compute, cost.host, cost.network)))
+            numbers = [f"{1000 * seconds:.3g}" for seconds in parts]
+            rows.append([f"`{each.flags}`", format_bytes(each.plan.peak), *numbers])
+        elif each.plan is not None:
+            too_large.append(f"`{each.flags}` ({format_bytes(each.plan.peak)})")
+    header = "Mesh that fits | Peak | ms of a sample | Computing | In hosts | On the network"
+    lines = _table(header, rows) if rows else ["", "No mesh that was planned fits."]
+    given = f"{rates.tflops:g} TFLOP/s, {rates.host_gb:g} GB/s in a host and {rates.network_gb:g} GB/s between hosts"
+    lines += ["", f"Counted with {given} (`--rates`), as if nothing overlapped."]
     lines += ["", f"Too large: {', '.join(too_large)}."] if too_large else []
     for each in plan.meshes:
         lines += ["", f"Not possible: `{each.flags}`: {each.error}"] if each.error else []
@@ -102,23 +105,12 @@ def _modules(plan: RankPlan) -> list[str]:
         if n_bytes:
             found[re.sub(r"\.\d+(?=\.|$)", ".*", name) or "(loss and backward, outside of modules)"].append(n_bytes)
     rows = sorted(found.items(), key=lambda item: -sum(item[1]))
-    lines = ["| At the peak, made by or part of | Modules | Bytes |", "| --- | --- | --- |"]
-    lines += [f"| {name} | {len(each)} | {format_bytes(sum(each))} |" for name, each in rows[:_SHOWN_MODULES]]
-    if rest := rows[_SHOWN_MODULES:]:
-        n_bytes = sum(sum(each) for _, each in rest)
-        lines.append(f"| others | {sum(len(each) for _, each in rest)} | {format_bytes(n_bytes)} |")
-    return lines
-
-
-def _traffic(plan: RankPlan) -> list[str]:
-    if not plan.traffic:
-        return ["Nothing is sent."]
-    lines = ["| In a step | Over | Ranks | Calls | Bytes | A rank sends |", "| --- | --- | --- | --- | --- | --- |"]
-    return lines + [
-        f"| {each.operation} | {each.dimensions} | {each.ranks} | {each.calls:,} | {each.n_bytes:,} | "
-        f"{format_bytes(each.sent)} |"
-        for each in plan.traffic
-    ]
+    if len(rows) > _SHOWN_MODULES:
+        rows[_SHOWN_MODULES:] = [("others", [n_bytes for _, each in rows[_SHOWN_MODULES:] for n_bytes in each])]
+    return _table(
+        "At the peak, made by or part of | Modules | Bytes",
+        ([name, len(each), format_bytes(sum(each))] for name, each in rows),
+    )
 
 
 def _reads(plan: RankPlan) -> list[str]:

@@ -8,7 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from dream_trainer.compat.lone_rank import (
     TorchDispatchMode,
     is_traceable_wrapper_subclass_type,
     name_of_group,
+    ranks_of_group,
     without_propagation,
 )
 from dream_trainer.compat.pytorch import in_backward, local_tensor, name_of_operation, storage_id
@@ -48,31 +49,37 @@ class Piece(NamedTuple):
     died: int | None
 
 
-@dataclass
-class Traffic:
-    """A collective over one group, in a step."""
+@dataclass(frozen=True)
+class Crossing:
+    """What one collective over the ranks of some dimensions does in a step."""
 
-    calls: int = 0
-    n_bytes: int = 0
+    operation: str
+    dimensions: str
+    ranks: int
+    calls: int
+    n_bytes: int
     """Of whole tensors: gathered, before they are scattered, or reduced."""
+    sent: int
+    """By this rank, if a collective is a ring."""
+    hosts: int
+    """On which the ranks are."""
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class StepMeasure:
-    """A window on one rank."""
+    """A step on one rank."""
 
-    peak: int = 0
-    at_peak: dict[str, int] = field(default_factory=dict)
+    peak: int
+    at_peak: dict[str, int]
     """Bytes at the peak by kind."""
-    modules: dict[str, int] = field(default_factory=dict)
+    modules: dict[str, int]
     """Bytes at the peak by the module that made them; parameters, gradients and optimizer state by their own."""
-    end: dict[str, int] = field(default_factory=dict)
-    """Bytes after the window by kind."""
-    traffic: dict[tuple[str, str], Traffic] = field(default_factory=dict)
-    """By operation and group."""
-    flops: int = 0
+    after: dict[str, int]
+    """Bytes after the step by kind."""
+    traffic: list[Crossing]
+    flops: int
     """Of matrix products and attention, with what is computed again."""
-    read: dict[str, int] = field(default_factory=dict)
+    read: dict[str, int]
     """Lines that asked a tensor for its value, with the number of times."""
 
 
@@ -84,8 +91,8 @@ class Tracker(TorchDispatchMode):
         self._alive: dict[int, tuple[int, Label, int]] = {}  # by storage: bytes, label, birth
         self._dead: list[Piece] = []
         self._tick = self._total = self._peak = self._peak_at = self._flops = 0
-        self._traffic: dict[tuple[str, str], Traffic] = {}
-        self._read: Counter[str] = Counter()
+        self._calls, self._sent = Counter[tuple[str, str]](), Counter[tuple[str, str]]()  # by operation and group
+        self._read = Counter[str]()
         self._names: dict[int, str] = {}
         self._inside: list[str] = []
         self.phase = "activations"
@@ -100,6 +107,10 @@ class Tracker(TorchDispatchMode):
                 label = self._note(local_tensor(tensor), kind)
                 label.kind = kind
                 label.module = label.module if module is None else module
+
+    def module_of(self, tensor: Tensor) -> str | None:
+        """Of a tensor that lives."""
+        return self._alive[key][1].module if (key := storage_id(local_tensor(tensor))) in self._alive else None
 
     def _note(self, tensor: Tensor, kind: str) -> Label:
         storage, key = tensor.untyped_storage(), storage_id(tensor)
@@ -130,15 +141,12 @@ class Tracker(TorchDispatchMode):
     # -- one window
 
     @contextmanager
-    def window(self, models: dict[str, nn.Module]) -> Iterator[StepMeasure]:
-        """Inside, counts; afterwards the result is complete."""
-        self._names = {
-            id(part): path for name, model in models.items() for path, part in model.named_modules(prefix=name)
-        }
-        self._dead.clear()
-        self._traffic, self._read, self._inside, self._flops = {}, Counter(), [], 0
-        self._peak, self._peak_at, self.phase = self._total, self._tick, "activations"
-        found = StepMeasure()
+    def window(self, modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
+        """Inside, counts what `measured` returns."""
+        self._names = {id(part): path for path, part in modules}
+        for counted in (self._dead, self._calls, self._sent, self._read, self._inside):
+            counted.clear()
+        self._peak, self._peak_at, self._flops, self.phase = self._total, self._tick, 0, "activations"
         with ExitStack() as stack:
             stack.enter_context(_resizes_heard(self._resized))
             stack.enter_context(without_propagation(self._paused))
@@ -148,18 +156,27 @@ class Tracker(TorchDispatchMode):
             ):
                 stack.callback(hook.remove)
             stack.enter_context(self)
-            yield found
-        pieces = [*self._dead, *(Piece(*alive, died=None) for alive in self._alive.values())]
-        kinds, modules, end = Counter[str](), Counter[str](), Counter[str]()
-        for piece in pieces:
+            yield
+
+    def measured(self, world: Any) -> StepMeasure:
+        """The last window."""
+        kinds, modules, after = Counter[str](), Counter[str](), Counter[str]()
+        for piece in [*self._dead, *(Piece(*alive, died=None) for alive in self._alive.values())]:
             if piece.died is None:
-                end[piece.label.kind] += piece.n_bytes
+                after[piece.label.kind] += piece.n_bytes
             if piece.born <= self._peak_at and (piece.died is None or piece.died >= self._peak_at):
                 kinds[piece.label.kind] += piece.n_bytes
                 modules[piece.label.module] += piece.n_bytes
-        found.peak, found.at_peak, found.modules = self._peak, dict(kinds), dict(modules)
-        found.end, found.traffic, found.read = dict(end), self._traffic, dict(self._read)
-        found.flops = self._flops
+        traffic = [_crossing(world, *key, calls, self._sent[key]) for key, calls in self._calls.items()]
+        return StepMeasure(
+            peak=self._peak,
+            at_peak=dict(kinds),
+            modules=dict(modules),
+            after=dict(after),
+            traffic=sorted(traffic, key=lambda row: (row.dimensions, row.operation)),
+            flops=self._flops,
+            read={line: times for line, times in self._read.items() if line},
+        )
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._inside.append(self._names.get(id(module), self._inside[-1] if self._inside else ""))
@@ -225,9 +242,8 @@ class Tracker(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self._is_for_communication(tensor)
         operation, whole = _COLLECTIVES.get(name, (name.strip("_"), lambda given, result: given))
-        traffic = self._traffic.setdefault((operation, group), Traffic())
-        traffic.calls += 1
-        traffic.n_bytes += sum(tensor.nbytes for tensor in leaves(whole(given, result)))
+        self._calls[operation, group] += 1
+        self._sent[operation, group] += sum(tensor.nbytes for tensor in leaves(whole(given, result)))
 
     def _is_for_communication(self, tensor: Tensor) -> None:
         label = self._note(tensor, "communication")
@@ -254,6 +270,27 @@ _COLLECTIVES: dict[str, tuple[str, Whole]] = {
     "all_to_all_single": ("all_to_all", lambda given, result: given[0]),
     "recv_": ("receive", lambda given, result: given),
 }
+
+
+_SHARES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+
+
+def _crossing(world: Any, operation: str, group: str, calls: int, n_bytes: int) -> Crossing:
+    ranks = ranks_of_group(group)
+    n, hosts = len(ranks), len({*map(world.host_of, ranks)})
+    share = _SHARES[operation] * (n - 1) / n if operation in _SHARES else float(operation != "receive")
+    return Crossing(operation, _dimensions(world, ranks), n, calls, n_bytes, round(share * n_bytes), hosts)
+
+
+def _dimensions(world: Any, ranks: list[int]) -> str:
+    """The mesh dimensions along which ranks differ."""
+    names, step = list[str](), world.world_size
+    for name, size in world.mesh_shape._asdict().items():
+        step //= size
+        different = len({rank // step % size for rank in ranks})
+        if different > 1:
+            names.append(name if different == size else f"{name} ({different} of {size})")
+    return " x ".join(names)
 
 
 @contextmanager

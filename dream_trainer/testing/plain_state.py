@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 import weakref
@@ -38,14 +39,6 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def state_of_generator(generator: Any) -> bytes:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy().tobytes()
-    if isinstance(generator, np.random.Generator):
-        return repr(generator.bit_generator.state).encode()
-    return repr(generator.getstate() if isinstance(generator, random.Random) else generator.get_state()).encode()
-
-
 class PlainState:
     """Reads the state again and again, and hashes large tensors only if they were written to."""
 
@@ -79,9 +72,8 @@ class PlainState:
                 if self.is_own(type(module)):
                     own = {k: v for k, v in vars(module).items() if k not in _OF_MODULES and not k.startswith("_")}
                     self._walk_names(f"self.{name}.{path}".rstrip("."), own.items())
-        loaders = [*training_loaders(trainer.train_dataloader).values(), *trainer.val_dataloaders.values()]
-        for loader in loaders:
-            self._walk_loader("the loader", loader, 0)
+        for loader in (*training_loaders(trainer.train_dataloader).values(), *trainer.val_dataloaders.values()):
+            self._walk("the loader", loader, 0)
         for file, names in self._own_modules():
             self._walk_names(f"{file.rpartition('/')[2]} (global)", _data(names), ": ")
         return self._found
@@ -109,19 +101,13 @@ class PlainState:
         for name, value in list(names):
             self._walk(f"{path}{dot}{name}", value, depth)
 
-    def _walk_loader(self, path: str, loader: Any, depth: int) -> None:
-        if isinstance(loader, DataLoader | DistributedDataLoader | StreamLoader):
-            for name in ("dataset", "source", "sampler", "batch_sampler", "generator", "collate_fn"):
-                if (value := vars(loader).get(name)) is not None:
-                    self._walk(type(value).__name__, value, depth + 1)
-        else:
-            self._walk(path, loader, depth)
-
     def _walk(self, path: str, value: Any, depth: int) -> None:
         if id(value) in self._seen or (depth == 0 and isinstance(value, nn.Module)):  # a model, or a dict of models
             return
         if isinstance(value, DataLoader | DistributedDataLoader | StreamLoader):
-            self._walk_loader(path, value, depth)
+            for name in ("dataset", "source", "sampler", "batch_sampler", "generator", "collate_fn"):
+                if (part := vars(value).get(name)) is not None:
+                    self._walk(type(part).__name__, part, depth + 1)
         elif self._is_open(value):
             if depth < DEEPEST:
                 self._seen.add(id(value))
@@ -137,7 +123,8 @@ class PlainState:
         kind = type(value)
         of_data = kind.__module__.startswith("torch.utils.data")
         is_object = not isinstance(value, (*PLAIN, *GENERATORS, type, nn.Module, Tensor)) and hasattr(value, "__dict__")
-        return is_object and not callable_only(value) and (of_data or self.is_own(kind))
+        is_function = kind.__module__ in ("builtins", "functools") or isinstance(value, torch.jit.ScriptFunction)
+        return is_object and not is_function and (of_data or self.is_own(kind))
 
     def digest(self, value: Any, depth: int) -> str | None:
         """A text that is another one if the value is; None for what is no value, such as a function."""
@@ -151,7 +138,7 @@ class PlainState:
         if isinstance(value, np.ndarray):
             return repr(value.tolist()) if value.dtype == object else hashed(np.ascontiguousarray(value).tobytes())
         if isinstance(value, GENERATORS):
-            return hashed(state_of_generator(value))
+            return hashed(pickle.dumps(value))
         if isinstance(value, list | tuple | deque):
             if len(value) > 32 and {*map(type, value)} <= {int, float, str, bool}:
                 return hashed(repr(value).encode())
@@ -179,11 +166,6 @@ class PlainState:
             digest = f"{[*tensor.shape]} {hashed(tensor_bytes(tensor))}"
             self._tensors[id(tensor)] = weakref.ref(tensor), tensor._version, digest
         return digest
-
-
-def callable_only(value: Any) -> bool:
-    """Whether it is a function or method and no object with state."""
-    return type(value).__module__ in ("builtins", "functools") or isinstance(value, torch.jit.ScriptFunction)
 
 
 def _data(names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

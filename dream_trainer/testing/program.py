@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from dream_trainer.checks import refuse
 from dream_trainer.errors import ConfigError
@@ -65,19 +65,13 @@ class Program:
             return None if config is None else found(config)
         trainer = found() if callable(found) and not isinstance(found, type) else None
         if not isinstance(trainer, AbstractTrainer):
-            raise self.names_no_trainer(members)
+            own = [v for v in members.values() if isinstance(v, type) and v.__module__ == members["__name__"]]
+            trainers = [value.__name__ for value in own if issubclass(value, AbstractTrainer)]
+            raise ConfigError(
+                f"{f'{self.path}:{self.name}'!r} is no trainer class, and no function that returns a trainer. "
+                f"{self.path} has {trainers or 'no trainers'}."
+            )
         return trainer
-
-    def names_no_trainer(self, members: dict[str, Any]) -> ConfigError:
-        """The error of a name that is none."""
-        from dream_trainer.trainer.abstract import AbstractTrainer
-
-        own = [v for v in members.values() if isinstance(v, type) and v.__module__ == members["__name__"]]
-        trainers = [value.__name__ for value in own if issubclass(value, AbstractTrainer)]
-        return ConfigError(
-            f"{f'{self.path}:{self.name}'!r} is no trainer class, and no function that returns a trainer. {self.path} "
-            f"has {trainers or 'no trainers'}."
-        )
 
     def script(self) -> str:
         """The file of the program, or ConfigError if there is none."""
@@ -87,6 +81,26 @@ class Program:
         if path is None or not Path(path).is_file():
             raise ConfigError(f"there is no program {self.path!r}. Give a Python file, or a module.")
         return path
+
+    def run(self, kind: type, **values: Any) -> NoReturn:
+        """Runs the program with `kind`, and these attributes, before its trainers' class; a `fit` ends the process."""
+        from dream_trainer.trainer.abstract import building_instead
+
+        is_script = not (self.pickled or self.name)
+
+        def subclass(cls: type) -> type:
+            is_meant = not (is_script and self.name) or any(part.__name__ == self.name for part in cls.__mro__)
+            return in_place_of(cls, kind, **values) if is_meant else cls
+
+        with building_instead(subclass):
+            trainer = None if is_script else self.make()
+            if trainer is None:
+                is_script = True
+                self.run_as_script()
+            else:
+                with trainer:
+                    trainer.fit()
+        raise ConfigError(f"{self.path} has ended without fit() of {self.name or 'a trainer'}.")
 
     def run_as_script(self) -> None:
         """Runs the program as `python PROGRAM ARGUMENTS` does."""
@@ -98,6 +112,13 @@ class Program:
         if is_file:
             sys.path.insert(0, str(Path(path).resolve().parent))
         exec(compile(Path(path).read_bytes(), vars(main)["__file__"], "exec"), vars(main))
+
+
+def in_place_of(cls: type, kind: Any, **values: Any) -> type:
+    """A user's class with `kind` before it, and its hooks in those of `kind._around`."""
+    hooks = {name: around(getattr(cls, name)) for name, around in kind._around.items()}
+    first = type(kind.__name__, (kind,), {"__module__": kind.__module__, **values})
+    return type(cls.__name__, (first, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__, **hooks})
 
 
 def overridden(config: Any, program: Program) -> Any:

@@ -24,7 +24,6 @@ from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.events.callback import Callback
 from dream_trainer.testing.program import Program, move
-from dream_trainer.trainer.abstract import building_instead
 from dream_trainer.trainer.base import BaseTrainer
 
 NAMES = ("project", "group", "experiment")
@@ -40,12 +39,9 @@ class Replayed:
     ranks: int
     seconds: float
     n_values: int
-    values: list[tuple[int, str, float, float]]
-    """Logged values of training and validation that differ: step, name, recorded, replayed."""
-    tensors: dict[int, dict[str, Any]]
-    """Differences of the tensors of each recorded checkpoint of these steps, as `difference_of_tensors` gives them."""
-    changes: list[str]
-    """Versions and files of the program that differ from the last start's."""
+    values: list[tuple[int, str, float, float]]  # logged ones that differ: step, name, recorded, replayed
+    tensors: dict[int, dict[str, Any]]  # by the step of a checkpoint, as `difference_of_tensors` gives it
+    changes: list[str]  # versions and files of the program that differ from the last start's
 
     @property
     def is_equal(self) -> bool:
@@ -175,6 +171,7 @@ class _ReplayedTrainer(BaseTrainer):
     """Stands before the class of the program's trainers; that of the run is redirected, and ends with its `fit`."""
 
     _job: ClassVar[dict[str, Any]]
+    _around: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         for config in (*args, *kwargs.values()):
@@ -196,12 +193,7 @@ def main() -> None:
     """Runs the program of a job's file, up to the end of the interval."""
     job = json.loads(Path(sys.argv[1]).read_text())
     path, *arguments = job["words"]
-
-    def replayed(cls: type) -> type:
-        return type(cls.__name__, (_ReplayedTrainer, cls), {"__module__": cls.__module__, "_job": job})
-
-    with building_instead(replayed):
-        Program(path=path, arguments=tuple(arguments)).run_as_script()
+    Program(path=path, arguments=tuple(arguments)).run(_ReplayedTrainer, _job=job)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Sized
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,7 +55,7 @@ class Probe(Callback):
 
     Args:
         mode: Words. "noise" moves weights by rounding after each step. "still" keeps models in evaluation mode.
-            "seeded" gives each micro-batch of a step the same random numbers. "timed" takes times instead.
+            "seeded" gives each micro-batch of a step the same random numbers.
         stop_at: Step after which the run is asked to stop.
         steps_file: A file that gets a line at each step.
         failed: Called with an error that ends the run.
@@ -69,44 +69,32 @@ class Probe(Callback):
     ) -> None:
         self._failed = failed
         self.mode, self.stop_at = mode, stop_at
-        self.record: dict[str, Any] = {
-            "steps": {},
-            "logged": {},
-            "validated": {},
-            "changes": {},
-            "in_validation": {},
-            "staged": False,
-        }
+        self.record: dict[str, Any] = {"steps": {}, "logged": {}, "validated": [], "changes": {}, "in_validation": {}}
+        self.record["staged"] = False
         self._state = PlainState()
         self._now: dict[str, Any] = {}
         self._step: dict[str, Any] = {}
         self._line = os.open(steps_file, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-        self._validating = self._validation_began = 0.0
-        self._exits, self._last = ExitStack(), time.process_time()
-        self._reads = ValueReads()
+        self._seconds = 0.0  # of a step, without what is done here
+        self._since = time.process_time()
+        self._reads, self._counting = ValueReads(), ExitStack()
 
     # -- before training
 
     @override
     def post_setup(self, trainer: Any) -> None:
-        if "timed" not in self.mode:
-            self._now = self._state.read(trainer)
-            self.record["built"] = {name: summary(p) for name, p in _parameters(trainer)}
+        self._now = self._state.read(trainer)
+        self.record["built"] = {name: summary(p) for name, p in _parameters(trainer)}
 
     @override
     def pre_fit(self, trainer: Any) -> None:
         self.record["facts"] = _facts(trainer)
         self.record["begins"] = trainer.global_step
-        if "timed" in self.mode:
-            self._began = time.process_time()
-            return
         self._mark(trainer, "pre_fit")
         self.record["start"] = self._now
-        self.record["first"] = {name: summary(p) for name, p in _parameters(trainer)}
         self._left = self._weights(trainer)
-        if "noise" in self.mode:
-            self._generator = torch.Generator().manual_seed(0)
-            self._move(trainer)
+        self._generator = torch.Generator().manual_seed(0)
+        self._move(trainer)
 
     # -- steps
 
@@ -116,96 +104,92 @@ class Probe(Callback):
 
     @override
     def pre_train_batch(self, trainer: Any, batch: Any, batch_idx: int) -> None:
+        self._stop_clock()
         os.write(self._line, b"batch\n")
-        step = trainer.global_step + 1
-        if "timed" in self.mode:
-            self._enter = time.process_time()
-            if step == self.stop_at:
-                self._exits.enter_context(self._reads)
-            return
+        is_counted = trainer.global_step < 2  # a later step is as the second one
         if not self._step:
-            self._step = {"samples": [], "results": [], "gradients": {}, "random": set(), "moved": []}
+            self._reads.count = 0 if is_counted else self._reads.count
             weights = self._weights(trainer)
-            self._step["moved"] = [name for name, digest in weights.items() if self._left.get(name, digest) != digest]
+            moved = [name for name, digest in weights.items() if self._left.get(name, digest) != digest]
+            self._step = {"samples": {}, "results": [], "gradients": {}, "is_random": False, "moved": moved}
+            self._step["seconds_inside"] = 0.0
         self._mark(trainer, "pre_train_batch")
-        self._step["samples"].append(_samples(batch))
+        self._step["samples"][f"micro-batch {len(self._step['samples'])}"] = tuple(_samples(batch))
         if "still" in self.mode:
             for model in trainer.named_models().values():
                 model.eval()
         if "seeded" in self.mode:
-            seed_cpu(hash_seed(b"check", step))
+            seed_cpu(hash_seed(b"check", trainer.global_step + 1))
         self._random = _random()
+        if is_counted:
+            self._counting.enter_context(self._reads)
+        self._step["seconds_inside"] -= self._seconds
+        self._since = time.process_time()
 
     @override
     def post_train_batch(self, trainer: Any, result: dict[str, Any], batch_idx: int) -> None:
-        if "timed" in self.mode:
-            self._exits.close()
-            self.record["inside"] = self.record.get("inside", 0.0) + time.process_time() - self._enter
-            return
-        self._step["random"] |= {name for name, state in _random().items() if state != self._random[name]}
+        self._stop_clock()
+        self._counting.close()
+        self._step["seconds_inside"] += self._seconds
+        self._step["is_random"] |= _random() != self._random
         values = {name: _number(value) for name, value in result.items()}
         self._step["results"].append({name: value for name, value in values.items() if value is not None})
         self._mark(trainer, "training_step")
+        self._since = time.process_time()
 
     @override
     def pre_optimizer_step(self, trainer: Any, model: nn.Module, optimizer: Optimizer) -> None:
-        if "timed" in self.mode:
-            return
+        self._stop_clock()
         names = {id(p): name for name, p in _parameters(trainer)}
         owner = next(name for name, each in trainer.named_optimizers().items() if each is optimizer)
         for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
             name = names.get(id(parameter), f"self.{owner}, parameter {number}")
             if parameter.grad is not None and name not in self._step["gradients"]:
                 self._step["gradients"][name] = summary(parameter.grad)
+        self._since = time.process_time()
 
     @override
     def post_train_step(self, trainer: Any) -> None:
+        self._stop_clock()
         step = trainer.global_step
         os.write(self._line, f"{step}\n".encode())
-        self._last, self.record["step_seconds"] = time.process_time(), time.process_time() - self._last
-        if "timed" in self.mode:
-            self.record["spent"] = time.process_time() - self._began - self._validating
-        else:
-            self._mark(trainer, "post_train_step")
-            self._step |= {
-                "rates": _rates(trainer),
-                "trained": [name for name, p in _parameters(trainer) if p.requires_grad],
-                "weights": {name: summary(p) for name, p in _parameters(trainer)},
-                "optimizer": dict(_optimizer_state(trainer)),
-                "buffers": {name: summary(buffer) for name, buffer in _buffers(trainer)},
-                "epoch": trainer.current_epoch,
-            }
-            self.record["steps"][step], self._step = self._step, {}
-            self._left = self._weights(trainer)
-            if "noise" in self.mode:
-                self._move(trainer)
-        if step == self.stop_at and "timed" not in self.mode:
+        self._mark(trainer, "post_train_step")
+        self.record["steps"][step], self._step = self._step, {}
+        self.record["steps"][step] |= {
+            "seconds": self._seconds,
+            "rates": _rates(trainer),
+            "trained": {name: p.requires_grad for name, p in _parameters(trainer)},
+            "weights": {name: summary(p) for name, p in _parameters(trainer)},
+            "optimizer": dict(_optimizer_state(trainer)),
+            "buffers": {name: summary(buffer) for name, buffer in _buffers(trainer)},
+        }
+        self._left = self._weights(trainer)
+        self._move(trainer)
+        if step == self.stop_at:
             trainer.request_stop("check")
+        self._seconds, self._since = 0.0, time.process_time()
 
     # -- validation
 
     @override
     def pre_val_epoch(self, trainer: Any) -> None:
-        self._validation_began = time.process_time()
-        if "timed" not in self.mode and not trainer.is_evaluating:
+        if not trainer.is_evaluating:
             self._mark(trainer, "pre_val_epoch")
-            self._before = self._weights(trainer) | {n: summary(b).digest for n, b in _buffers(trainer)}
+            self._before = self._values(trainer)
 
     @override
     def post_val_batch(self, trainer: Any, result: dict[str, Any], batch_idx: int) -> None:
         os.write(self._line, b"validation\n")
-        if "timed" in self.mode or trainer.is_evaluating:
-            return
-        now = self._weights(trainer) | {n: summary(b).digest for n, b in _buffers(trainer)}
-        for name in [name for name, digest in now.items() if self._before.get(name, digest) != digest]:
-            self.record["in_validation"].setdefault(name, trainer.global_step)
-        self._mark(trainer, "validation_step")
+        if not trainer.is_evaluating:
+            for name, digest in self._values(trainer).items():
+                if self._before.get(name, digest) != digest:
+                    self.record["in_validation"].setdefault(name, trainer.global_step)
+            self._mark(trainer, "validation_step")
 
     @override
     def post_val_epoch(self, trainer: Any, metrics: dict[str, float]) -> None:
-        self._validating += time.process_time() - self._validation_began
-        if "timed" not in self.mode and not trainer.is_evaluating:
-            self.record["validated"][trainer.global_step] = dict(metrics)
+        if not trainer.is_evaluating:
+            self.record["validated"].append(trainer.global_step)
             self._mark(trainer, "post_val_epoch")
 
     @override
@@ -214,8 +198,7 @@ class Probe(Callback):
 
     @override
     def on_log(self, trainer: Any, metrics: dict[str, float], step: int) -> None:
-        for name, value in metrics.items():
-            self.record["logged"].setdefault((step, name), []).append(value)
+        self.record["logged"] |= {(step, name): value for name, value in metrics.items()}
 
     @override
     def on_exception(self, trainer: Any, exc: BaseException) -> None:
@@ -227,23 +210,22 @@ class Probe(Callback):
 
     def finish(self, trainer: Any) -> None:
         """Takes the state at the run's end, also of one that a signal ends."""
-        self.record["reads"] = self._reads.count
-        self.record["ends"] = trainer.global_step
+        self.record |= {"reads": self._reads.count, "ends": trainer.global_step}
         self.record["schedules"] = {
             name: (steps_taken(scheduler), trainer.times_stepped(scheduler), trainer.times_stepped(scheduler.optimizer))
             for name, scheduler in trainer.named_schedulers().items()
         }
         self.record["turns"] = {n: trainer.times_stepped(each) for n, each in trainer.named_optimizers().items()}
-        if "timed" not in self.mode:
-            self._mark(trainer, "post_fit")
-            self.record["end"] = self._now
+        self._mark(trainer, "post_fit")
+        self.record["end"] = self._now
 
     # -- ours
 
+    def _stop_clock(self) -> None:
+        self._seconds += time.process_time() - self._since
+
     def _mark(self, trainer: Any, event: str) -> None:
         """Notes which attributes have changed since the last event."""
-        if "timed" in self.mode:
-            return
         before, self._now = self._now, self._state.read(trainer)
         for path, digest in self._now.items():
             if before.get(path) != digest:
@@ -252,10 +234,13 @@ class Probe(Callback):
     def _weights(self, trainer: Any) -> dict[str, str]:
         return {name: summary(parameter).digest for name, parameter in _parameters(trainer)}
 
+    def _values(self, trainer: Any) -> dict[str, str]:
+        return self._weights(trainer) | {name: summary(buffer).digest for name, buffer in _buffers(trainer)}
+
     @torch.no_grad()
     def _move(self, trainer: Any) -> None:
         """Moves weights as rounding does, and a little more."""
-        for _, parameter in _parameters(trainer):
+        for _, parameter in _parameters(trainer) if "noise" in self.mode else ():
             if parameter.requires_grad and parameter.is_floating_point():
                 signs = torch.randint(0, 2, parameter.shape, generator=self._generator) * 2.0 - 1
                 parameter.mul_(1 + NOISE * torch.finfo(parameter.dtype).eps * signs.to(parameter.dtype))
@@ -294,20 +279,17 @@ def _rates(trainer: Any) -> dict[str, float]:
     }
 
 
-def _samples(batch: Any) -> list[str]:
+def _samples(batch: Any) -> Iterator[str]:
     """A digest of each sample of a batch: of the rows of all tensors with the same number of rows as the first."""
     tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
     rows = len(tensors[0]) if tensors else 0
     alike = [tensor for tensor in tensors if len(tensor) == rows]
-    return [hashed(b"".join(bytes(tensor_bytes(tensor[row])) for tensor in alike)) for row in range(rows)]
+    for row in range(rows):
+        yield hashed(b"".join(bytes(tensor_bytes(tensor[row])) for tensor in alike))
 
 
-def _random() -> Mapping[str, Any]:
-    return {
-        "torch": torch.get_rng_state().numpy().tobytes(),
-        "python": random.getstate(),
-        "numpy": str(np.random.get_state(legacy=False)),
-    }
+def _random() -> Any:
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), str(np.random.get_state(legacy=False))
 
 
 def _number(value: Any) -> float | None:
@@ -319,11 +301,13 @@ def _number(value: Any) -> float | None:
 def _facts(trainer: Any) -> dict[str, Any]:
     """What decides which runs make sense, and where the user's methods are."""
     kind = type(trainer)
-    hooks = {}
-    for name in dir(kind):
-        method = inspect.unwrap(found) if inspect.isfunction(found := getattr(kind, name, None)) else None
-        if method is not None and PlainState().is_own(_owner(kind, name)):
-            hooks[name] = f"{Path(method.__code__.co_filename).name}:{method.__code__.co_firstlineno}"
+    hooks: dict[str, str] = {}
+    for part in reversed(kind.__mro__):
+        for name, method in vars(part).items():
+            hooks.pop(name, None)
+            if inspect.isfunction(method) and PlainState().is_own(part):
+                code = inspect.unwrap(method).__code__
+                hooks[name] = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
     dataset = getattr(trainer.train_dataloader, "dataset", None)  # of a loader of any library
     return {
         "class": kind.__name__,
@@ -340,7 +324,3 @@ def _facts(trainer: Any) -> dict[str, Any]:
         "total_steps": trainer.total_steps,
         "val_batches": sum(len(each) for each in trainer.val_dataloaders.values() if isinstance(each, Sized)),
     }
-
-
-def _owner(kind: type, name: str) -> type:
-    return next(part for part in kind.__mro__ if name in vars(part))

@@ -26,37 +26,16 @@ def findings(
     quick: bool = False,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Finding]:
-    """Findings about the program's trainer, one after the other.
-
-    Args:
-        program: The user's program.
-        checks: Which of "deterministic", "parity", "resume", "kill", "order", "validation", "schedules" and "cost".
-        meshes: Those on which parity is checked: "replicas", "shards", "hybrid", "tensor", "context", "pipeline".
-            Default: all that the trainer supports.
-        quick: Whether to leave out slower checks.
-        tell: Called with a line after each run.
-
-    Raises:
-        ProgramError: The program fails by itself, in one process.
-    """
+    """Findings about a program's trainer, as `check_trainer` has them; `tell` gets a line after each run."""
     with Launcher(program, tell) as launcher:
-        of_trainer = TrainerChecks(launcher, quick=quick)
-        of_trainer.start(checks, meshes)
-        yield from of_trainer.unread()
-        for name in CHECKS:
-            if name in checks:
-                yield from getattr(of_trainer, name)()
+        yield from TrainerChecks(launcher, quick=quick).findings(checks, meshes)
 
 
 def _check(
     make_trainer: MakeTrainer | str, checks: Sequence[str], meshes: Sequence[str] | None, *, quick: bool
 ) -> None:
-    failed = [
-        str(found)
-        for found in findings(Program.of(make_trainer), checks=checks, meshes=meshes, quick=quick)
-        if found.holds is False
-    ]
-    if failed:
+    found = findings(Program.of(make_trainer), checks=checks, meshes=meshes, quick=quick)
+    if failed := [str(each) for each in found if each.holds is False]:
         raise TrainerCheckError("\n".join(failed))
 
 

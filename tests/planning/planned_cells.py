@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from dream_trainer.planning.planned_trainer import MeasuredTrainer, in_place_of
-from dream_trainer.planning.planner import make_plans
+from dream_trainer.planning.planned_trainer import MeasuredTrainer
+from dream_trainer.planning.planner import plan_ranks
 from dream_trainer.planning.rank_plan import RankPlan, plan_of
-from dream_trainer.testing.program import Program
+from dream_trainer.testing.program import Program, in_place_of
 from dream_trainer.trainer.abstract import building_instead
 from tools.parity import ParityTrainer, config_of
 from tools.parity_cells import Cell
@@ -27,7 +27,7 @@ def measured(cells: Sequence[Cell], directory: str) -> list[RankPlan]:
     def done(trainer: Any, of_step: Any) -> None:
         found.append(plan_of(trainer, of_step))
 
-    kind = in_place_of(MeasuredTrainer, _done=staticmethod(done), _scratch=directory)
+    kind = partial(in_place_of, kind=MeasuredTrainer, _done=staticmethod(done), _scratch=directory)
     for cell in cells:
         with building_instead(kind):
             trainer = make(cell)
@@ -39,4 +39,4 @@ def measured(cells: Sequence[Cell], directory: str) -> list[RankPlan]:
 def planned(cells: Sequence[Cell], directory: str) -> list[dict[int, RankPlan]]:
     """The plans of the first and the last rank of each cell."""
     os.chdir(directory)
-    return [make_plans(Program(pickled=pickle.dumps(partial(make, cell))), cell.world_size) for cell in cells]
+    return [plan_ranks(Program(pickled=pickle.dumps(partial(make, cell))), cell.world_size)[0] for cell in cells]
