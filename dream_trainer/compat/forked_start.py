@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
+import os
+import select
 import sys
-from multiprocessing import Pipe
 from multiprocessing.context import BaseContext, ForkContext, ForkProcess
 from multiprocessing.popen_fork import Popen
 from multiprocessing.process import BaseProcess
-from typing import Any
 
 import torch.multiprocessing
 
@@ -26,32 +26,44 @@ def sure_to_start(context: BaseContext | None) -> BaseContext | None:
 
 
 class _SureProcess(ForkProcess):
-    _said: Any  # an end of a pipe
+    _pipe: tuple[int, int]
 
     def run(self) -> None:
-        self._said.send_bytes(b"\0")
-        self._said.close()
+        reader, writer = self._pipe
+        os.write(writer, b"\0")
+        os.close(reader)
+        os.close(writer)
         super().run()
 
     @staticmethod
     def _Popen(process_obj: BaseProcess) -> Popen:
         assert isinstance(process_obj, _SureProcess)  # Process.start() hands over itself
         while True:
-            reader, process_obj._said = Pipe(duplex=False)
-            child, has_begun = Popen(process_obj), False
+            process_obj._pipe = reader, writer = os.pipe()
             try:
-                process_obj._said.close()
-                has_begun = reader.poll(START_SECONDS)  # true of one that has ended, too
+                child = Popen(process_obj)
+                os.close(writer)
+                if _says_something(child, reader):
+                    return child
             finally:
-                reader.close()
-                if not has_begun:
-                    child.kill()
-                    child.wait()
-                    child.close()
-            if has_begun:
-                return child
+                os.close(reader)
             logger.warning("process %d hung in its fork (see %s), and another takes its place", child.pid, __name__)
 
 
 class _SureContext(ForkContext):
     Process = _SureProcess
+
+
+def _says_something(child: Popen, reader: int) -> bool:
+    """Whether a process has begun to run, or has ended; one that has not is killed."""
+    pipe = select.poll()  # select.select takes no file number beyond 1023
+    pipe.register(reader, select.POLLIN)
+    said = []
+    try:
+        said = pipe.poll(START_SECONDS * 1000)
+    finally:
+        if not said:
+            child.kill()
+            child.wait()
+            child.close()
+    return bool(said)
