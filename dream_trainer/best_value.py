@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from difflib import get_close_matches
 from numbers import Real
 from typing import Any, Literal
 
@@ -31,9 +32,12 @@ def mode_of(
         return "max" if higher_is_better else "min"
     known = mode_by_name(metric)
     if known is None:
+        place, slash, name = metric.rpartition("/")
+        near = get_close_matches(name, _MODES, n=1, cutoff=0.85)
+        advice = f" Did you mean {place + slash + near[0]!r}?" if near else ""
         raise ConfigError(
             f"{named_by}={metric!r} does not say whether lower or higher values are better. "
-            f'Set {set_by}="min" or "max".'
+            f'Set {set_by}="min" or "max".{advice}'
         )
     return known
 
