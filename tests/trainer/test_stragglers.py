@@ -1,16 +1,16 @@
 """A rank that holds the others up is named with its host and with what it is slow in; equal ranks and single slow steps
 are not. Every rank's step takes as long as the slowest's, so wall times would tell nothing."""
 
-import logging
 import socket
 import time
 from typing import Any
 
+from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
 from tests.api import PerRankLoader, Stragglers
-from tests.trainer.small import Batch, batches, network, run_config, sgd
+from tests.trainer.small import Batch, Built, batches, run_config, told
 from tests.worlds import run_world
 
 SLOW = 0.06
@@ -23,7 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-class Slow(dt.DreamTrainer):
+class Slow(Built, dt.DreamTrainer):
     """Rank 1 sleeps, in its data, before the forward, or in the model between two blocks."""
 
     def __init__(self, config: Any, where: str | None, only_step: int | None) -> None:
@@ -34,26 +34,17 @@ class Slow(dt.DreamTrainer):
         if where == self.where and self.world.rank == 1 and self.only_step in (None, self.global_step):
             time.sleep(SLOW)
 
-    def configure_models(self) -> None:
-        self.model = network()
-
-    def configure_optimizers(self) -> None:
-        self.optimizer = sgd(self.model)
-
     def configure_dataloaders(self) -> tuple[Any, Any]:
         return PerRankLoader(Sleepy(self)), None
 
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+    def loss_of(self, batch: Batch) -> Tensor:
         self.sleep_if("step")
         hidden = batch[0]
         for number, block in enumerate(self.model[0]):
             if number:
                 self.sleep_if("block")
             hidden = block(hidden)
-        loss = mse_loss(self.model[1](hidden), batch[1])
-        self.backward(loss)
-        self.step(self.model, self.optimizer)
-        return {"loss": loss}
+        return mse_loss(self.model[1](hidden), batch[1])
 
 
 class Sleepy:
@@ -64,15 +55,6 @@ class Sleepy:
         for batch in batches(24):
             self.trainer.sleep_if("data")
             yield batch
-
-
-class Said(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def train_all() -> dict[str, list[str]]:
@@ -87,13 +69,10 @@ def train_all() -> dict[str, list[str]]:
             ),
             checkpoint_parameters=dt.CheckpointParameters(save_at_end=False),
         )
-        said = Said()
-        logging.getLogger("dream_trainer").addHandler(said)
-        with Slow(config, options["where"], options.get("only_step")) as trainer:
+        with told() as lines, Slow(config, options["where"], options.get("only_step")) as trainer:
             trainer.fit()
             assert all(set(line) <= {"step", "epoch", "samples", "time", "train/loss"} for line in trainer.history)
-        logging.getLogger("dream_trainer").removeHandler(said)
-        found[name] = [line for line in said.lines if "slower than the others" in line]
+        found[name] = [line for line in lines if "slower than the others" in line]
     return found
 
 
