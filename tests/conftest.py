@@ -54,8 +54,8 @@ CI_ONLY = tuple(
         trainer/test_kept_state.py::test_on_two trainer/test_limits.py::test_on_two trainer/test_loader_groups.py
         trainer/test_local_sgd.py trainer/test_loop_ranks.py::test_a_plain trainer/test_mixins.py
         trainer/test_mixtures.py trainer/test_notebook.py trainer/test_optimizer_resume.py::test_two_ranks
-        trainer/test_own_axis.py::test_a_run trainer/test_parameter_marks.py trainer/test_pipeline_exports.py
-        trainer/test_pipeline_half_meshes.py trainer/test_pipeline_meshes.py trainer/test_pipeline_models.py
+        trainer/test_own_axis.py::test_a_run trainer/test_pipeline_exports.py
+        trainer/test_pipeline_meshes.py trainer/test_pipeline_models.py
         trainer/test_pipeline_parallel.py::test_training_in_stages_equals_a_loop_written_by_hand[4
         trainer/test_pipeline_precision.py trainer/test_pipeline_ties.py trainer/test_pipeline_user_models.py
         trainer/test_plain_steps.py trainer/test_precision.py::test_whatever trainer/test_random_parts.py

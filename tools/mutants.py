@@ -261,7 +261,7 @@ MUTANTS = [
         "dream_trainer/trainer/mixins/setup.py",
         "    build.marks.put_back(models)\n",
         "",
-        "tests/trainer/test_parameter_marks.py",
+        "tests/trainer/test_whole_trainers.py -k attributes",
     ),
     Mutant(
         "hooks that are never called are passed over",
@@ -521,7 +521,7 @@ MUTANTS = [
         "dream_trainer/trainer/base.py",
         "runtime.parallel.join_buffers()",
         "pass",
-        "tests/trainer/test_odd_parameters.py",
+        "tests/trainer/test_joined_buffers.py -k as_their_policies",
     ),
     Mutant(
         "max_norm is lost on several ranks",
@@ -1305,7 +1305,7 @@ MUTANTS = [
         "dream_trainer/parallel/pipeline.py",
         "        if stage < self.last or dtype is None:\n",
         "        if stage >= 0 or dtype is None:\n",
-        "tests/trainer/test_pipeline_half_meshes.py",
+        "tests/trainer/test_pipeline_meshes.py -k half_precision",
     ),
     Mutant(
         "stages are given what they change, and no copy",

@@ -1,7 +1,7 @@
 """A small model trained by Dream Trainer on any mesh: in stages of shared layers, sequences and experts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -12,9 +12,10 @@ from torch import Tensor
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader, MoE, packed_attention, packed_attention_mask
+from tests.trainer import stages
 from tests.trainer.arithmetic import full
-from tests.trainer.small import run_config
-from tests.trainer.stages import state_of, united, weights_of
+from tests.trainer.small import CaseConfig as Config, Noting, run_config
+from tests.trainer.stages import count, state_of, united, weights_of
 
 VOCABULARY, WIDTH, HEAD, LENGTH, BATCH = 16, 16, 4, 8, 16
 
@@ -124,22 +125,18 @@ class Model(nn.Module):
         return x if documents is None else (x, documents)
 
 
-class Rows(torch.utils.data.Dataset):
-    """Sequences with unequal numbers of labels."""
+class Rows(stages.Rows):
+    """With the documents of a packed row."""
+
+    vocabulary, row_length = VOCABULARY, LENGTH
 
     def __init__(self, length: int, *, short: bool = False) -> None:
-        generator = torch.Generator().manual_seed(3)
-        self.tokens, self.labels = torch.randint(VOCABULARY, (2, length, LENGTH), generator=generator).unbind()
-        for row in range(length):
-            self.labels[row, 1 + row * 5 % LENGTH :] = -100
+        super().__init__(length)
         if short:
             self.labels[:, LENGTH // 2 :] = -100
 
-    def __len__(self) -> int:
-        return len(self.tokens)
-
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        return self.tokens[index], self.labels[index], (torch.arange(LENGTH) > index % LENGTH).long()
+        return *super().__getitem__(index), (torch.arange(LENGTH) > index % LENGTH).long()
 
 
 def mean_loss(scores: Tensor, labels: Tensor) -> Tensor:
@@ -149,10 +146,6 @@ def mean_loss(scores: Tensor, labels: Tensor) -> Tensor:
 
 def poisoned_loss(scores: Tensor, labels: Tensor) -> Tensor:
     return mean_loss(scores, labels) * float("nan")
-
-
-def count(labels: Tensor) -> Tensor:
-    return (labels != -100).sum()
 
 
 def split(model: Model, mesh: Any, case: Case) -> None:
@@ -180,13 +173,7 @@ def split(model: Model, mesh: Any, case: Case) -> None:
         parallelize_module(block, mesh, columns | norms | {"out": rows, "down": rows})
 
 
-@dataclass(kw_only=True)
-class Config(dt.DreamTrainerConfig):
-    case: Case = field(default_factory=Case)
-
-
-class Trained(dt.DreamTrainer):
-    config: Config
+class Trained(Noting):
     loaded: dict[str, Tensor] | None = None
 
     def warn_once(self, key: str, message: str) -> None:
@@ -214,12 +201,7 @@ class Trained(dt.DreamTrainer):
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=is_fused)
         if self.config.case.seldom:
             self.gain_optimizer = torch.optim.SGD(self.gain.parameters(), lr=1e-2)
-        self.norms: list[float] = []
-        self.logged: dict[int, dict[str, float]] = {}
         self.initial = weights_of(self)
-
-    def on_log(self, metrics: dict[str, float], step: int) -> None:
-        self.logged.setdefault(step, {}).update(metrics)
 
     def on_load(self, path: Any) -> None:
         self.loaded = state_of(self)

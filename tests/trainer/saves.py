@@ -54,16 +54,14 @@ def make_config(
     **checkpoint: Any,
 ) -> Config:
     """A run of one epoch unless `training` says otherwise; further arguments are checkpoint parameters."""
-    return Config(
-        project="tests",
+    return small.run_config(
+        experiment,
+        Config,
         group="checkpoint",
-        experiment=experiment,
         learning_rate=learning_rate,
         seed=seed,
         callbacks=dt.CallbackCollection(callbacks),
-        device_parameters=dt.DeviceParameters(device="cpu"),
         training_parameters=dt.TrainingParameters(**(training or {"n_epochs": 1})),
-        logger_parameters=dt.LoggerParameters(loggers=()),
         checkpoint_parameters=dt.CheckpointParameters(**checkpoint),
     )
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
+from tests import api
 from tests.api import CheckpointParameters, LoggerParameters
 from tests.programs import run_programs
 from tests.trainer.arithmetic import fill, full
@@ -89,6 +90,26 @@ class Config(
     """Serves every trainer of these tests, whatever its mixins."""
 
 
+@dataclass(kw_only=True)
+class CaseConfig(dt.DreamTrainerConfig):
+    case: Any = None
+    """What is trained, and on which mesh."""
+
+
+class Noting(dt.DreamTrainer):
+    """Notes norms and what is logged."""
+
+    config: CaseConfig
+
+    def __init__(self, config: CaseConfig) -> None:
+        super().__init__(config)
+        self.norms: list[float] = []
+        self.logged: dict[int, dict[str, float]] = {}
+
+    def on_log(self, metrics: dict[str, float], step: int) -> None:
+        self.logged.setdefault(step, {}).update(metrics)
+
+
 def make_config(
     *,
     seed: int = 42,
@@ -100,17 +121,14 @@ def make_config(
     **training: Any,
 ) -> Config:
     """A config on the CPU whose further arguments are training parameters."""
-    return Config(
-        project="tests",
-        group="trainer",
-        experiment="run",
+    return run_config(
+        cls=Config,
         seed=seed,
         callbacks=dt.CallbackCollection(callbacks),
         device_parameters=devices or dt.DeviceParameters(device="cpu"),
         fsdp_parameters=fsdp or dt.FSDPParameters(),
         training_parameters=dt.TrainingParameters(**training),
         logger_parameters=LoggerParameters(loggers=loggers, log_every_n_steps=log_every),
-        checkpoint_parameters=CheckpointParameters(save_every_n_epochs=None, save_at_end=False),
     )
 
 
@@ -130,8 +148,69 @@ def fit(trainer: Any) -> Any:
     return trainer
 
 
+def error_of(trainer: Any, kind: type[Exception] = api.StepError) -> str:
+    """What training fails with; without `fit`, out of which an error ends the other ranks' run too."""
+    api.start(trainer._runtime)
+    try:
+        trainer._train()
+    except kind as error:
+        return str(error)
+    return ""
+
+
+@contextmanager
+def told() -> Iterator[list[str]]:
+    """What is logged inside; for ranks, which have no fixtures."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dream_trainer").addHandler(handler)
+    yield lines
+    logging.getLogger("dream_trainer").removeHandler(handler)
+
+
+def windows(length: int, size: int, n_batches: int) -> list[list[Batch]]:
+    """The first samples in batches of `size`, of which a window has so many."""
+    parts = batches(length // size, size)
+    return [parts[first : first + n_batches] for first in range(0, len(parts), n_batches)]
+
+
+def mean_square(model: nn.Module, batch: Any) -> Tensor:
+    return mse_loss(model(batch[0]), batch[1])
+
+
+def train_by_hand(
+    model: nn.Module,
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    windows: Iterable[Sequence[Any]],
+    loss_of: Callable[[Any, Any], Tensor] = mean_square,
+    *,
+    weight_of: Callable[[Any], float] = lambda batch: 1,
+    clip: float | None = None,
+) -> list[float]:
+    """The loop as one writes it: each window's loss is the mean over its micro-batches, by their weights.
+
+    Returns:
+        The norm of the gradients of each window, before they were clipped; 0 where nothing has a weight.
+    """
+    norms = []
+    for window in windows:
+        total = sum(map(weight_of, window))
+        if total:
+            for batch in window:
+                (loss_of(model, batch) * (weight_of(batch) / total)).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip or torch.inf).item())
+        for optimizer in [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers:
+            if total:
+                optimizer.step()
+            optimizer.zero_grad()
+    return norms
+
+
 class Algorithm:
     """The user's part of a trainer; records which samples each window saw, its losses and norms."""
+
+    make_model: Any = staticmethod(network)
 
     def __init__(
         self,
@@ -151,35 +230,46 @@ class Algorithm:
         return self.train_data, self.val_data
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        x, y, numbers = batch
-        self.seen.append(numbers.tolist())
-        loss = mse_loss(self.model(x), y)
-        self.backward(loss)
+        if len(batch) > 2:
+            self.seen.append(batch[2].tolist())
+        loss = self.loss_of(batch)
+        self.backward(loss, weight=self.weight_of(batch))
         self.losses.append(loss.item())
         if not self.is_accumulating_gradients:
             self.norms.append(float(self.step(self.model, self.optimizer)))
         return {"loss": loss}
+
+    def loss_of(self, batch: Batch) -> Tensor:
+        return mean_square(self.model, batch)
+
+    def weight_of(self, batch: Batch) -> Any:
+        return None
 
 
 class Alone(Algorithm, dt.BaseTrainer):
     """One process; the model is built in `setup`."""
 
     def setup(self) -> None:
-        self.model = filled_network()
+        self.model = self.make_model()
+        fill(self.model)
         self.optimizer = self.make_optimizer(self.model)
 
 
-class Spread(Algorithm, dt.BaseTrainer, dt.SetupMixin):
-    """Any number of processes, replicated."""
+class Built(Algorithm):
+    """With what a SetupMixin asks for."""
 
     def configure_models(self) -> None:
-        self.model = network()
+        self.model = self.make_model()
 
     def init_weights(self) -> None:
         fill(self.model)
 
     def configure_optimizers(self) -> None:
         self.optimizer = self.make_optimizer(self.model)
+
+
+class Spread(Built, dt.BaseTrainer, dt.SetupMixin):
+    """Any number of processes, replicated."""
 
 
 class Sharded(Spread, dt.FSDPMixin):
@@ -221,17 +311,6 @@ def assert_same_weights(found: dict[str, Tensor], expected: nn.Module | dict[str
     """Equal to 1e-12, in float64."""
     by_name = weights(expected) if isinstance(expected, nn.Module) else expected
     torch.testing.assert_close(found, by_name, rtol=1e-12, atol=1e-12)
-
-
-@contextmanager
-def told() -> Iterator[list[str]]:
-    """What is logged inside; for ranks, which have no fixtures."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dream_trainer").addHandler(handler)
-    yield lines
-    logging.getLogger("dream_trainer").removeHandler(handler)
 
 
 def run_ranks(code: str, world_size: int, cwd: Path, timeout: float = 60.0) -> list[tuple[int, str]]:

@@ -1,9 +1,10 @@
 """A small model of blocks, trained by Dream Trainer as stages on several ranks, and by a loop written by hand."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from torch import Tensor
 import dream_trainer as dt
 from tests.api import DistributedDataLoader
 from tests.trainer.arithmetic import full, step_by_hand
-from tests.trainer.small import run_config
+from tests.trainer.small import CaseConfig as Config, Noting, run_config, weights
 
 VOCABULARY, WIDTH, LENGTH, STEPS, BATCH, BLOCKS = 13, 8, 6, 4, 16, 5
 
@@ -85,16 +86,19 @@ class Model(nn.Module):
 class Rows(torch.utils.data.Dataset):
     """Sequences with unequal numbers of labels."""
 
+    vocabulary, row_length = VOCABULARY, LENGTH
+
     def __init__(self, length: int) -> None:
         generator = torch.Generator().manual_seed(3)
-        self.tokens, self.labels = torch.randint(VOCABULARY, (2, length, LENGTH), generator=generator).unbind()
+        shape = (2, length, self.row_length)
+        self.tokens, self.labels = torch.randint(self.vocabulary, shape, generator=generator).unbind()
         for row in range(length):
-            self.labels[row, 1 + row * 5 % LENGTH :] = -100
+            self.labels[row, 1 + row * 5 % self.row_length :] = -100
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index: int) -> Any:
         return self.tokens[index], self.labels[index]
 
 
@@ -110,14 +114,7 @@ def count(labels: Tensor) -> Tensor:
     return (labels != -100).sum()
 
 
-@dataclass(kw_only=True)
-class Config(dt.DreamTrainerConfig):
-    case: Case = field(default_factory=Case)
-
-
-class Trained(dt.DreamTrainer):
-    config: Config
-
+class Trained(Noting):
     def configure_models(self) -> None:
         self.model = Model(self.config.case)
 
@@ -130,12 +127,7 @@ class Trained(dt.DreamTrainer):
 
     def configure_optimizers(self) -> None:
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-2)
-        self.norms: list[float] = []
-        self.logged: dict[int, dict[str, float]] = {}
         self.initial = weights_of(self)
-
-    def on_log(self, metrics: dict[str, float], step: int) -> None:
-        self.logged.setdefault(step, {}).update(metrics)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
         tokens, labels = cropped(self.config.case, batch_idx, *batch)
@@ -156,7 +148,9 @@ class Trained(dt.DreamTrainer):
         return self.model(batch[0])
 
 
-def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
+def config_of(
+    case: Case, experiment: str = "case", *, saves: bool = False, callbacks: Sequence[dt.Callback] = (), **training: Any
+) -> Config:
     return run_config(
         experiment,
         Config,
@@ -175,22 +169,20 @@ def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
         ),
         compile_parameters=dt.CompileParameters(backend="aot_eager"),
         training_parameters=dt.TrainingParameters(
-            **{
-                "n_epochs": 1,
-                "gradient_clip_norm": case.clip,
-                "train_batch_size": BATCH // (case.dp * case.accumulation),
-            }
-            | {"gradient_accumulation_steps": case.accumulation, "num_sanity_val_steps": 0}
+            **{"n_epochs": 1, "gradient_clip_norm": case.clip, "gradient_accumulation_steps": case.accumulation}
+            | {"train_batch_size": BATCH // (case.dp * case.accumulation), "num_sanity_val_steps": 0}
             | training
         ),
         logger_parameters=dt.LoggerParameters(loggers=(), log_every_n_steps=1),
+        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=saves),
+        callbacks=callbacks,
         case=case,
     )
 
 
 def weights_of(trainer: Any) -> dict[str, Tensor]:
     """Whole copies of the weights that this rank's stage has."""
-    return {name: full(p.detach()).clone() for name, p in trainer.model.named_parameters()}
+    return weights(trainer.model)
 
 
 def state_of(trainer: Any) -> dict[str, Tensor]:
@@ -199,6 +191,38 @@ def state_of(trainer: Any) -> dict[str, Tensor]:
     for name, p in trainer.model.named_parameters():
         state |= {f"{key} of {name}": full(value).clone() for key, value in trainer.optimizer.state[p].items()}
     return state
+
+
+def result_of(trainer: Any) -> dict[str, Any]:
+    """What this rank has trained."""
+    logged = [metrics for _, metrics in sorted(trainer.logged.items())]
+    return {
+        "losses": [metrics["train/loss"] for metrics in logged if "train/loss" in metrics],
+        "val": logged[-1].get("val/loss") if logged else None,
+        "norms": trainer.norms,
+        "start": trainer.initial,
+        "weights": weights_of(trainer),
+        "state": state_of(trainer),
+    }
+
+
+def train(kind: type[Trained], cases: Sequence[Case], *args: Any, **training: Any) -> list[dict[str, Any]]:
+    """Trains cases of one world size, one after the other, on this rank."""
+    results = []
+    for case in cases:
+        with kind(config_of(case, *args, **training)) as trainer:
+            trainer.fit()
+            results.append(result_of(trainer))
+    return results
+
+
+def assert_trained(ranks: Sequence[dict[str, Any]], expected: dict[str, Any], case: Case) -> None:
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx(expected["losses"], rel=1e-10), case
+        assert rank["norms"] == pytest.approx(expected["norms"], rel=1e-10), case
+    weights = {name: value for rank in ranks for name, value in rank["weights"].items()}
+    for name, value in expected["weights"].items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-10, atol=1e-10, msg=f"{case}: {name}")
 
 
 def united(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -1,17 +1,13 @@
 """Parameters that cannot be treated like the others: scalars train on any number of ranks, the rest is refused."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
-from tests.api import ConfigError, refuse_unsupported
-from tests.trainer.small import WIDTH, Batch, fill, make_config, network, weights
-from tests.trainer.test_several_models import Body, micro_batches
+from tests.api import ConfigError, DistributedDataLoader, JoinedBuffers, World, refuse_unsupported
+from tests.trainer.small import Samples, Spread, fill, make_config, network, train_by_hand, weights, windows
 from tests.worlds import run_world
 
 
@@ -32,18 +28,8 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.02)
 
 
-class Scales(Body, dt.CheckpointMixin):
-    def configure_models(self) -> None:
-        self.model = Scaled()
-
-    def configure_optimizers(self) -> None:
-        self.optimizer = adamw(self.model)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        self.backward(mse_loss(self.model(batch[0]), batch[1]))
-        if not self.is_accumulating_gradients:
-            self.norms.append(float(self.step(self.model, self.optimizer)))
-        return {}
+class Scales(Spread, dt.CheckpointMixin):
+    make_model = Scaled
 
 
 class ShardedScales(Scales, dt.FSDPMixin):
@@ -54,7 +40,7 @@ def train(cls: type[Scales], experiment: str, accumulation: int, steps: int) -> 
     config = make_config(max_steps=steps, gradient_accumulation_steps=accumulation)
     config.experiment = experiment
     config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=None)
-    with cls(config) as trainer:
+    with cls(config, DistributedDataLoader(Samples(24), 2), make_optimizer=adamw) as trainer:
         trainer.fit()
         return weights(trainer.model), trainer.norms
 
@@ -68,32 +54,23 @@ def test_scalars_train_and_resume_on_another_number_of_ranks() -> None:
     model = Scaled()
     fill(model)
     optimizer, norms, states = adamw(model), [], []
-    for ((*ranks,),) in [[window[0]] for window in micro_batches(2, 1)]:
-        (sum(mse_loss(model(x), y) for x, y, _ in ranks) / 2).backward()
-        norms.append(torch.sqrt(sum(p.grad.square().sum() for p in model.parameters())).item())
-        optimizer.step()
-        optimizer.zero_grad()
+    for window in windows(24, 2, 2):
+        norms += train_by_hand(model, optimizer, [window])
         states.append(weights(model))
     for found in run_world(train_both, 2):
         for state, its_norms in found:
             assert its_norms == pytest.approx(norms[:3], rel=1e-11)
-            for name, value in states[2].items():
-                torch.testing.assert_close(state[name], value, rtol=0, atol=1e-12)
+            torch.testing.assert_close(state, states[2], rtol=0, atol=1e-12)
     for cls in (Scales, ShardedScales):
         state, its_norms = train(cls, cls.__name__, 2, 6)
         assert its_norms == pytest.approx(norms[3:6], rel=1e-9)
-        for name, value in states[5].items():
-            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-10)
+        torch.testing.assert_close(state, states[5], rtol=0, atol=1e-10)
 
 
 @pytest.mark.pitfall(84)
 def test_sparse_gradients_are_refused_by_name_when_the_trainer_is_set_up() -> None:
     class Sparse(Scales):
-        def configure_models(self) -> None:
-            self.model = nn.ModuleDict({"table": nn.Embedding(4, 2, sparse=True)})
-
-        def init_weights(self) -> None:
-            pass
+        make_model = staticmethod(lambda: nn.ModuleDict({"table": nn.Embedding(4, 2, sparse=True)}))
 
     with pytest.raises(ConfigError, match=r"model\.table is built with sparse=True"):
         Sparse(make_config(max_steps=1)).fit()
@@ -107,41 +84,6 @@ def test_an_embedding_that_renormalises_in_forward_is_refused_by_name_on_several
         refuse_unsupported(models, 2, are_wrapped=False)
 
 
-class Normed(Scales):
-    def configure_models(self) -> None:
-        self.model = nn.Sequential(nn.BatchNorm1d(WIDTH), network()).double()
-        self.seen: list[Tensor] = []
-
-    def pre_val_epoch(self) -> None:
-        self.seen = [buffer.clone() for buffer in self.model[0].buffers()]
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        return {"loss": mse_loss(self.model(batch[0]), batch[1])}
-
-    def configure_dataloaders(self) -> tuple[Any, Any]:
-        train_loader, _ = super().configure_dataloaders()
-        return train_loader, train_loader
-
-
-def normed() -> list[Tensor]:
-    with Normed(make_config(n_epochs=1)) as trainer:
-        trainer.fit()
-        return trainer.seen
-
-
-@pytest.mark.pitfall(80)
-def test_batch_norms_statistics_are_the_mean_over_ranks_on_every_rank() -> None:
-    norms = [nn.BatchNorm1d(WIDTH).double() for _ in range(2)]
-    for ((*ranks,),) in [[window[0]] for window in micro_batches(2, 1)]:
-        for norm, (x, _, _) in zip(norms, ranks, strict=True):
-            norm(x)
-    first, second = run_world(normed, 2)
-    for found, other, a, b in zip(first, second, norms[0].buffers(), norms[1].buffers(), strict=True):
-        assert torch.equal(found, other)
-        torch.testing.assert_close(found, a if a.dtype == torch.int64 else (a + b) / 2, rtol=0, atol=1e-12)
-    assert not torch.equal(norms[0].running_mean, norms[1].running_mean)
-
-
 @pytest.mark.pitfall(84)
 def test_a_parameter_of_two_models_is_refused_by_name_where_they_are_wrapped() -> None:
     """Replicas, which are not, train it: tests/trainer/test_replicas.py."""
@@ -153,9 +95,6 @@ def test_a_parameter_of_two_models_is_refused_by_name_where_they_are_wrapped() -
 
 
 def averaged_by_hand() -> list[list[float]]:
-    from dream_trainer.distributed.world import World
-    from dream_trainer.parallel.joined_buffers import JoinedBuffers
-
     world = World(dt.DeviceParameters(device="cpu"), shard_by_default=False)
     model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(3), nn.BatchNorm1d(2)).double()
     for index, norm in enumerate(model):

@@ -14,7 +14,7 @@ from tests.api import CheckpointError, DistributedDataLoader
 from tests.trainer import small
 from tests.trainer.optimizers_with_state import EXACT, OF_EACH_RANK, Build
 from tests.trainer.saves import make_config
-from tests.trainer.small import Samples, by_hand, weights
+from tests.trainer.small import Samples, batches, by_hand, weights
 from tests.worlds import run_world
 
 GLOBAL_BATCH, STOP, LAST = 4, 3, 6
@@ -44,14 +44,11 @@ def train(kind: type[Any], build: Build, experiment: str, steps: int, **checkpoi
 
 
 def expected(build: Build) -> Weights:
-    samples = Samples(GLOBAL_BATCH * LAST)
-    batches = zip(samples.x.split(GLOBAL_BATCH), samples.y.split(GLOBAL_BATCH), strict=True)
-    return weights(by_hand([[batch] for batch in batches], make_optimizer=build))
+    return weights(by_hand([[batch] for batch in batches(LAST, GLOBAL_BATCH)], make_optimizer=build))
 
 
 def assert_close(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
 
 
 def assert_equal(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:

@@ -12,47 +12,24 @@ from tests.trainer.small import Alone, batches, fit, make_config
 heard: list[str] = []
 
 
-class NoiseMixin:
-    def pre_optimizer_step(self, model: Any, optimizer: Any) -> None:
-        heard.append("noise")
+def saying(word: str, *bases: type, hands_on: bool = False) -> type:
+    """A class of these bases whose own event says `word`, and calls that of the next class if it is to."""
+
+    def says(self: Any, model: Any, optimizer: Any) -> None:
+        heard.append(word)
+
+    def says_and_hands_on(self: Any, model: Any, optimizer: Any) -> None:
+        heard.append(word)
+        super(cls, self).pre_optimizer_step(model, optimizer)
+
+    cls = type(word.title(), bases, {"pre_optimizer_step": says_and_hands_on if hands_on else says})
+    return cls
 
 
-class ClippingMixin:
-    def pre_optimizer_step(self, model: Any, optimizer: Any) -> None:
-        heard.append("clipping")
-
-
-class PoliteMixin:
-    def pre_optimizer_step(self, model: Any, optimizer: Any) -> None:
-        heard.append("polite")
-        super().pre_optimizer_step(model, optimizer)  # type: ignore[misc]
-
-
-class Own(Alone):
-    def pre_optimizer_step(self, model: Any, optimizer: Any) -> None:
-        heard.append("own")
-
-
-class PoliteOwn(Alone):
-    def pre_optimizer_step(self, model: Any, optimizer: Any) -> None:
-        heard.append("own")
-        super().pre_optimizer_step(model, optimizer)
-
-
-class Twice(Own):
-    def pre_optimizer_step(self, model: Any, optimizer: Any) -> None:
-        heard.append("derived")
-
-
-class Mixed(Alone, NoiseMixin):
-    def pre_optimizer_step(self, model: Any, optimizer: Any) -> None:
-        heard.append("own")
-
-
-class PoliteTwice(Mixed):
-    def pre_optimizer_step(self, model: Any, optimizer: Any) -> None:
-        heard.append("derived")
-        super().pre_optimizer_step(model, optimizer)
+Noise, Clipping, Polite = saying("noise"), saying("clipping"), saying("polite", hands_on=True)
+Own, PoliteOwn = saying("own", Alone), saying("own", Alone, hands_on=True)
+Twice = saying("derived", Own)
+PoliteTwice = saying("derived", saying("own", Alone, Noise), hands_on=True)
 
 
 def trained(*bases: type) -> list[str]:
@@ -65,12 +42,12 @@ def trained(*bases: type) -> list[str]:
 @pytest.mark.parametrize(
     ("bases", "expected"),
     [
-        ((NoiseMixin, Alone, ClippingMixin), ["noise", "clipping"]),
-        ((Alone, NoiseMixin, ClippingMixin), ["noise", "clipping"]),
-        ((PoliteMixin, Alone, NoiseMixin), ["polite", "noise"]),
-        ((Own, NoiseMixin), ["own", "noise"]),
-        ((PoliteOwn, NoiseMixin), ["own", "noise"]),
-        ((Twice, NoiseMixin), ["derived", "noise"]),
+        ((Noise, Alone, Clipping), ["noise", "clipping"]),
+        ((Alone, Noise, Clipping), ["noise", "clipping"]),
+        ((Polite, Alone, Noise), ["polite", "noise"]),
+        ((Own, Noise), ["own", "noise"]),
+        ((PoliteOwn, Noise), ["own", "noise"]),
+        ((Twice, Noise), ["derived", "noise"]),
         ((PoliteTwice,), ["derived", "own", "noise"]),
     ],
 )

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +12,9 @@ from torch import Tensor, nn
 
 import dream_trainer as dt
 from tests.api import ConfigError, DistributedDataLoader, HookError, lay_mesh_among_data
-from tests.trainer.arithmetic import full, same_bits, step_by_hand
+from tests.trainer.arithmetic import full, same_bits
 from tests.trainer.rows_axis import RowsConfig, RowsMixin, Table
-from tests.trainer.small import run_config
+from tests.trainer.small import Built, run_config, train_by_hand
 from tests.worlds import run_world
 
 STEPS, BATCH, LENGTH, ROWS, WIDTH, CLIP = 6, 8, 4, 12, 8, 0.05
@@ -41,9 +40,9 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
     return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
 
-class Trained(RowsMixin, dt.DreamTrainer):
-    def configure_models(self) -> None:
-        self.model = Model()
+class Trained(RowsMixin, Built, dt.DreamTrainer):
+    make_model = Model
+    init_weights = dt.DreamTrainer.init_weights
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
         size = BATCH // self.world.data_size // self.config.training_parameters.gradient_accumulation_steps
@@ -51,15 +50,11 @@ class Trained(RowsMixin, dt.DreamTrainer):
 
     def configure_optimizers(self) -> None:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.initial, self.losses, self.norms = state_of(self), [], []
+        self.initial = state_of(self)
         self.first_rows = self.model.table.weight.to_local().shape[0] if self.world.world_size > 1 else ROWS
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
-        loss = loss_of(self.model, batch)
-        self.backward(loss)
-        if (norm := self.step(self.model, self.optimizer)) is not None:
-            self.norms.append(float(norm))
-        return {"loss": loss}
+    def loss_of(self, batch: Tensor) -> Tensor:  # type: ignore[override]
+        return loss_of(self.model, batch)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
         return {"loss": loss_of(self.model, batch)}
@@ -109,12 +104,10 @@ def train(configs: list[RowsConfig], directory: Path | None = None) -> list[dict
 
 
 def by_hand(start: dict[str, Tensor]) -> dict[str, Any]:
-    model, norms = Model(), []
+    model = Model()
     model.load_state_dict(start)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for ids in IDS.split(BATCH):
-        loss_of(model, ids).backward()
-        norms.append(step_by_hand(SimpleNamespace(clip=CLIP), model, optimizer))
+    norms = train_by_hand(model, optimizer, [[ids] for ids in IDS.split(BATCH)], loss_of, clip=CLIP)
     with torch.no_grad():
         loss = float(loss_of(model, IDS))
     return {"norms": norms, "state": {n: v.detach() for n, v in model.state_dict().items()}, "val/loss": loss}
@@ -125,8 +118,7 @@ def assert_as_by_hand(result: dict[str, Any], start: dict[str, Tensor]) -> None:
     assert same_bits(result["start"], start)
     assert result["norms"] == pytest.approx(expected["norms"], rel=1e-10)
     assert result["val/loss"] == pytest.approx(expected["val/loss"], rel=1e-10)
-    for name, value in expected["state"].items():
-        torch.testing.assert_close(result["state"][name], value, rtol=1e-10, atol=1e-10, msg=name)
+    torch.testing.assert_close(result["state"], expected["state"], rtol=1e-10, atol=1e-10)
 
 
 def test_rows_on_two_ranks_are_trained_saved_and_exported_as_on_one(tmp_path: Path) -> None:
@@ -163,8 +155,7 @@ def test_a_run_goes_on_to_the_bit_on_its_ranks_and_within_rounding_on_one() -> N
     run_world(train, 2, [replace(first, experiment="elsewhere")])
     (alone,) = train([replace(config_of(1), experiment="elsewhere")])
     assert len(alone["norms"]) == STEPS - 3
-    for name, value in unbroken["state"].items():
-        torch.testing.assert_close(alone["state"][name], value, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(alone["state"], unbroken["state"], rtol=1e-10, atol=1e-10)
 
 
 def lay_three() -> str:

@@ -1,7 +1,5 @@
 """What leaves a pipeline is the whole model: exports of what is trained now, and checkpoints without frozen weights."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from safetensors.torch import load_file, save_file
 import dream_trainer as dt
 from tests.api import EMA, export_checkpoint, load_weights
 from tests.trainer.arithmetic import full, same_bits
-from tests.trainer.stages import Case, Model, Trained, config_of, state_of, united, weights_of
+from tests.trainer.stages import Case, Model, Trained, config_of, result_of, united
 from tests.worlds import run_world
 
 CASE = Case(2, frozen=True)
@@ -37,15 +35,12 @@ class Loaded(Trained):
 def travel(case: Case, experiment: str, *steps: int) -> list[dict[str, Any]]:
     results = []
     for max_steps in steps:
-        config = replace(
-            config_of(case, experiment, max_steps=max_steps),
-            checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_frozen=False),
-            callbacks=[EMA(decay=0.5)],
-        )
-        with Loaded(config) as trainer:
+        config = config_of(case, experiment, callbacks=[EMA(decay=0.5)], max_steps=max_steps)
+        checkpoints = dt.CheckpointParameters(save_every_n_epochs=None, save_frozen=False)
+        with Loaded(replace(config, checkpoint_parameters=checkpoints)) as trainer:
             trainer.fit()
             averages = trainer.get_callback(EMA).checkpoint_tensors()
-            results.append({"state": state_of(trainer), "weights": weights_of(trainer)})
+            results.append(result_of(trainer))
             with trainer.gathered(trainer.model):
                 results[-1] |= {"gathered": trainer.model.state_dict(), "said": trainer.said}
             results[-1]["averages"] = {name: full(value) for name, value in averages.items()}
@@ -73,5 +68,4 @@ def test_exports_and_checkpoints_without_frozen_weights_are_the_whole_models(tmp
     ((last,),) = run_world(travel, 1, replace(CASE, pp=1), "hops", 4)
     ((unbroken,),) = run_world(travel, 1, replace(CASE, pp=1), "unbroken", 4)
     for kind in ("state", "averages"):
-        for name, value in unbroken[kind].items():
-            torch.testing.assert_close(last[kind][name], value, rtol=1e-9, atol=1e-9, msg=name)
+        torch.testing.assert_close(last[kind], unbroken[kind], rtol=1e-9, atol=1e-9)

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-import dream_trainer as dt
 from tests.api import EMA, ConfigError, StepError, even_stages, mesh_lines, stages_of_models
 from tests.trainer.arithmetic import full
+from tests.trainer.small import weights
 from tests.trainer.stages import (
     BATCH,
     BLOCKS,
@@ -117,11 +117,8 @@ class Several(Trained):
         ones = torch.ones(len(tokens), 1, dtype=torch.float64)
         of_critic = self.forward_backward(self.critic, (scores[:, 0],), ones, squared, weight=len)
         for name, loss in {"model": of_model, "reader": of_reader, "critic": of_critic}.items():
-            self.log(
-                f"{name} in {'training' if self.training else 'validation'}",
-                loss,
-                weight=count(labels) if name == "model" else len(tokens),
-            )
+            weight = count(labels) if name == "model" else len(tokens)
+            self.log(f"{name} in {'training' if self.training else 'validation'}", loss, weight=weight)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
         self.learn(batch)
@@ -136,19 +133,15 @@ class Several(Trained):
 
 
 def weights_of(trainer: Several) -> dict[str, Tensor]:
-    models = {"model": trainer.model, "reader": trainer.reader, "critic": trainer.critic, "teacher": trainer.teacher}
-    return {f"{n}.{name}": full(p.detach()).clone() for n, m in models.items() for name, p in m.named_parameters()}
+    return {f"{n}.{k}": value for n, model in trainer.named_models().items() for k, value in weights(model).items()}
 
 
 def state_of(trainer: Several) -> dict[str, Tensor]:
-    models = {"model": trainer.model, "reader": trainer.reader, "critic": trainer.critic}
-    optimizers = [trainer.optimizer, trainer.reader_optimizer, trainer.critic_optimizer]
     state = weights_of(trainer)
-    for (model_name, model), optimizer in zip(models.items(), optimizers, strict=True):
-        for name, p in model.named_parameters():
-            for key, value in optimizer.state[p].items():
-                if isinstance(value, Tensor):
-                    state[f"{key} of {model_name}.{name}"] = full(value).clone()
+    names = {p: f"{n}.{k}" for n, model in trainer.named_models().items() for k, p in model.named_parameters()}
+    for optimizer in (trainer.optimizer, trainer.reader_optimizer, trainer.critic_optimizer):
+        for p, kept in optimizer.state.items():
+            state |= {f"{k} of {names[p]}": full(v).clone() for k, v in kept.items() if isinstance(v, Tensor)}
     return state
 
 
@@ -196,8 +189,7 @@ def by_hand(case: Case, start: dict[str, Tensor]) -> dict[str, Any]:
             norms.append(torch.nn.utils.clip_grad_norm_(parameters, case.clip or torch.inf).item())
             optimizer.step()
             optimizer.zero_grad()
-    weights = {name: p.detach() for name, p in models.named_parameters()}
-    return {"losses": losses, "norms": norms, "weights": weights}
+    return {"losses": losses, "norms": norms, "weights": weights(models)}
 
 
 WORLD_2 = [
@@ -223,30 +215,23 @@ WORLD_4 = [
 def check(cases: list[Case], ranks_of_case: list[tuple[dict[str, Any], ...]]) -> None:
     for case, ranks in zip(cases, ranks_of_case, strict=True):
         expected = by_hand(case, united([rank["start"] for rank in ranks]))
-        weights = united([rank["weights"] for rank in ranks])
         for rank in ranks:
             assert rank["norms"] == pytest.approx(expected["norms"], rel=1e-10), case
             names = [f"{name} in training" for name in ("model", "reader", "critic")]
             found = [[rank["logged"][step][name] for name in names] for step in range(1, STEPS + 1)]
             assert found == [pytest.approx(losses, rel=1e-10) for losses in expected["losses"]], case
-        for name, value in weights.items():
+        for name, value in united([rank["weights"] for rank in ranks]).items():
             whole = {"model.head.weight": "model.embedding.weight", "reader.last.weight": "reader.first.weight"}
             of_whole = whole.get(name, name) if case.tied else name
-            torch.testing.assert_close(
-                value, expected["weights"][of_whole], rtol=1e-10, atol=1e-10, msg=f"{case}: {name}"
-            )
+            wanted = expected["weights"][of_whole]
+            torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-10, msg=f"{case}: {name}")
         assert "| critic | - | each | all |" in ranks[0]["described"]
         assert ("| reader | - | each | all |" in ranks[0]["described"]) is (case.layers < 4)
 
 
 def hop(case: Case, max_steps: int, directory: str) -> dict[str, Any]:
     os.chdir(directory)
-    config = replace(
-        config_of(case, "hops", max_steps=max_steps),
-        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None),
-        callbacks=[EMA(decay=0.5)],
-    )
-    with Several(config) as trainer:
+    with Several(config_of(case, "hops", saves=True, callbacks=[EMA(decay=0.5)], max_steps=max_steps)) as trainer:
         trainer.fit()
         averages = {name: full(value) for name, value in trainer.get_callback(EMA).checkpoint_tensors().items()}
         for name in ("reader", "critic"):
@@ -346,9 +331,7 @@ def test_several_models_are_trained_and_kept_as_in_one_process(cases: list[Case]
     assert last["validated"] == pytest.approx(unbroken["validated"], rel=1e-10)
     assert len(last["validated"]) == 3
     for kind in ("state", "averages"):
-        assert last[kind].keys() == unbroken[kind].keys()
-        for name, value in unbroken[kind].items():
-            torch.testing.assert_close(last[kind][name], value, rtol=1e-9, atol=1e-9, msg=name)
+        torch.testing.assert_close(last[kind], unbroken[kind], rtol=1e-9, atol=1e-9)
     state = united([hopped["state"] for hopped in hops])
     for name in ("reader", "critic"):
         for key, value in load_file(tmp_path / f"{name}-3.safetensors").items():

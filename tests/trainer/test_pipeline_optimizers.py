@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import dream_trainer as dt
 from tests.trainer.small import run_ranks
-from tests.trainer.stages import Case, Trained, config_of, count, mean_loss, weights_of
+from tests.trainer.stages import Case, Trained, config_of, count, mean_loss, train
 from tests.worlds import run_world
 
 
@@ -54,9 +53,7 @@ class InAnotherOrder(OfParts):
 
 
 def step_in_another_order(max_steps: int) -> None:
-    config = config_of(Case(2), max_steps=max_steps, val_every_n_epochs=None)
-    checkpoints = dt.CheckpointParameters(save_every_n_epochs=None)
-    InAnotherOrder(replace(config, checkpoint_parameters=checkpoints)).fit()
+    InAnotherOrder(config_of(Case(2), saves=True, max_steps=max_steps, val_every_n_epochs=None)).fit()
 
 
 @pytest.mark.parametrize("max_steps", [3, pytest.param(1, marks=pytest.mark.slow)])  # before the next one, or a save
@@ -70,27 +67,18 @@ def test_stages_that_step_in_another_order_are_refused_before_anything_is_saved(
     assert not list(tmp_path.rglob("step_*/manifest.json"))
 
 
-def train(case: Case, experiment: str, directory: str, *steps: int) -> list[tuple[list[float], dict[str, Tensor]]]:
+def hop(case: Case, experiment: str, directory: str, *steps: int) -> list[dict[str, Any]]:
     os.chdir(directory)
-    found = []
-    for max_steps in steps:
-        config = replace(
-            config_of(case, experiment, max_steps=max_steps, val_every_n_epochs=None),
-            checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None),
-        )
-        with OfParts(config) as trainer:
-            trainer.fit()
-            found.append((trainer.norms, weights_of(trainer)))
-    return found
+    options: dict[str, Any] = {"saves": True, "val_every_n_epochs": None}
+    return [train(OfParts, [case], experiment, max_steps=max_steps, **options)[0] for max_steps in steps]
 
 
 @pytest.mark.parametrize("clip", [0.05, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_rank_without_a_part_steps_nothing_and_checkpoints_have_all(clip: float | None, tmp_path: Path) -> None:
     case, directory = Case(clip=clip), str(tmp_path)
-    ((norms, weights),) = run_world(train, 1, replace(case, pp=1), "alone", directory, 4)[0]
-    ranks = run_world(train, 2, replace(case, pp=2), "hops", directory, 2, 3)
-    ((last_norms, last_weights),) = run_world(train, 1, replace(case, pp=1), "hops", directory, 4)[0]
-    for (first, _), (second, _) in ranks:
-        assert [*first, *second, *last_norms] == pytest.approx(norms, rel=1e-10)
-    for name, value in weights.items():
-        torch.testing.assert_close(last_weights[name], value, rtol=1e-9, atol=1e-9, msg=name)
+    alone = run_world(hop, 1, replace(case, pp=1), "alone", directory, 4)[0][0]
+    ranks = run_world(hop, 2, replace(case, pp=2), "hops", directory, 2, 3)
+    last = run_world(hop, 1, replace(case, pp=1), "hops", directory, 4)[0][0]
+    for first, second in ranks:
+        assert [*first["norms"], *second["norms"], *last["norms"]] == pytest.approx(alone["norms"], rel=1e-10)
+    torch.testing.assert_close(last["weights"], alone["weights"], rtol=1e-9, atol=1e-9)

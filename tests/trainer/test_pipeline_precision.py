@@ -1,7 +1,5 @@
 """Half precision in a pipeline is that of one process: the same casts, loss scale and skipped steps, to the bit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -53,9 +51,7 @@ def train(cases: list[stages.Case]) -> list[dict[str, Any]]:
     for case in cases:
         with Half(stages.config_of(case, val_every_n_epochs=None)) as trainer:
             trainer.fit()
-            losses = [trainer.logged[step]["train/loss"] for step in range(1, stages.STEPS + 1)]
-            results.append({"losses": losses, "norms": trainer.norms, "start": trainer.initial, "sent": trainer.sent})
-            results[-1] |= {"weights": stages.weights_of(trainer), "skipped": trainer.skipped_steps}
+            results.append(stages.result_of(trainer) | {"sent": trainer.sent, "skipped": trainer.skipped_steps})
     return results
 
 

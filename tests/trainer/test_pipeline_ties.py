@@ -1,15 +1,14 @@
 """A parameter of several stages is one parameter: its gradient, its share of the norm, and its name in checkpoints."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
+from safetensors.torch import save_file
 from torch import Tensor
 
-import dream_trainer as dt
 from tests.api import EMA, load_weights
 from tests.trainer.arithmetic import full
 from tests.trainer.small import run_ranks
@@ -21,9 +20,10 @@ from tests.trainer.stages import (
     Case,
     Model,
     Trained,
+    assert_trained,
     config_of,
     reference,
-    state_of,
+    result_of,
     weights_of,
 )
 from tests.worlds import run_world
@@ -37,19 +37,12 @@ WORLD_4 += [Case(2, dp=2, tied=True, shard="auto", schedule="ZBVZeroBubble")]  #
 def train(cases: list[Case], experiment: str, steps: int) -> list[dict[str, Any]]:
     results = []
     for case in cases:
-        config = replace(
-            config_of(case, experiment, max_steps=steps),
-            checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=experiment != "case"),
-            callbacks=[EMA(decay=0.5)],
-        )
+        is_saved = experiment != "case"
+        config = config_of(case, experiment, saves=is_saved, callbacks=[EMA(decay=0.5)], max_steps=steps)
         with Trained(config) as trainer:
             trainer.fit()
             averages = trainer.get_callback(EMA).checkpoint_tensors()
-            losses = [metrics["train/loss"] for _, metrics in sorted(trainer.logged.items())]
-            results.append(
-                {"losses": losses, "norms": trainer.norms, "start": trainer.initial, "state": state_of(trainer)}
-            )
-            results[-1] |= {"weights": weights_of(trainer), "averages": {n: full(a) for n, a in averages.items()}}
+            results.append(result_of(trainer) | {"averages": {n: full(a) for n, a in averages.items()}})
             if experiment == "hops" and case.pp > 1:
                 with torch.no_grad():
                     for p in trainer.model.parameters():
@@ -63,16 +56,9 @@ def check(cases: list[Case], ranks_of_case: list[tuple[dict[str, Any], ...]]) ->
     for case, ranks in zip(cases, ranks_of_case, strict=True):
         start = {name: value for result in ranks for name, value in result["start"].items()}
         assert torch.equal(start["embedding.weight"], start.get("head.weight", start["embedding.weight"]))
-        expected = reference(case, start)
-        weights = {}
-        for result in ranks:
-            assert result["losses"] == pytest.approx(expected["losses"], rel=1e-10), case
-            assert result["norms"] == pytest.approx(expected["norms"], rel=1e-10), case
-            weights |= result["weights"]
+        assert_trained(ranks, reference(case, start), case)
         tied = [v for result in ranks for n, v in result["weights"].items() if n in ("embedding.weight", "head.weight")]
         assert all(torch.equal(copy, tied[0]) for copy in tied)
-        for name, value in expected["weights"].items():
-            torch.testing.assert_close(weights[name], value, rtol=1e-10, atol=1e-10, msg=f"{case}: {name}")
 
 
 def train_and_hop() -> list[list[dict[str, Any]]]:
@@ -81,8 +67,6 @@ def train_and_hop() -> list[list[dict[str, Any]]]:
 
 def test_tied_ends_are_one_parameter(tmp_path: Path) -> None:
     ((first,),) = run_world(train, 1, [Case(tied=True)], "hops", 2)
-    from safetensors.torch import save_file
-
     save_file({n: v.contiguous() for n, v in first["weights"].items()}, tmp_path / "alone.safetensors")
     by_rank = run_world(train_and_hop, 2)
     check(CASES, list(zip(*(cases for cases, _ in by_rank), strict=True)))
@@ -93,8 +77,7 @@ def test_tied_ends_are_one_parameter(tmp_path: Path) -> None:
     ((unbroken,),) = run_world(train, 1, [Case(tied=True)], "unbroken", 4)
     assert last["weights"].keys() == unbroken["weights"].keys()
     for kind in ("state", "averages"):
-        for name, value in unbroken[kind].items():
-            torch.testing.assert_close(last[kind][name], value, rtol=1e-9, atol=1e-9, msg=name)
+        torch.testing.assert_close(last[kind], unbroken[kind], rtol=1e-9, atol=1e-9)
 
 
 class TwoHeads(Model):

@@ -1,8 +1,6 @@
 """Models as users have them, cut into stages: what cannot be cut is named, down to the line, with what to do."""
 
 import os
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +8,25 @@ import pytest
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
 import dream_trainer as dt
 from tests.api import ConfigError, DistributedDataLoader, even_stages, keep_only, remember_cut
-from tests.trainer.stages import BATCH, BLOCKS, STEPS, Case, Model, Rows, Trained, config_of, count, mean_loss, united
+from tests.trainer.small import train_by_hand, weights
+from tests.trainer.stages import (
+    BATCH,
+    BLOCKS,
+    STEPS,
+    Case,
+    Model,
+    Rows,
+    Trained,
+    config_of,
+    count,
+    mean_loss,
+    result_of,
+    united,
+)
 from tests.worlds import run_world
 
 WIDTH = 8
@@ -65,15 +78,8 @@ def test_a_list_of_layers_is_empty_where_others_hold_all_of_it() -> None:
     assert model.head is None
 
 
-class Numbers(torch.utils.data.Dataset):
-    def __init__(self) -> None:
-        self.x, self.y = torch.randn(2, 24, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).unbind()
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.x[index], self.y[index]
+def numbers() -> TensorDataset:
+    return TensorDataset(*torch.randn(2, 24, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
 
 
 class OfUsers(dt.DreamTrainer):
@@ -81,11 +87,11 @@ class OfUsers(dt.DreamTrainer):
         self.model = Handing()
 
     def configure_dataloaders(self) -> tuple[Any, None]:
-        return DistributedDataLoader(Numbers(), 8), None
+        return DistributedDataLoader(numbers(), 8), None
 
     def configure_optimizers(self) -> None:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.initial = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self.initial = weights(self.model)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
         x, y = batch
@@ -98,22 +104,17 @@ def train_handing(directory: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]
     os.chdir(directory)
     with OfUsers(config_of(Case(2, clip=None))) as trainer:
         trainer.fit()
-        return trainer.initial, {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+        return trainer.initial, weights(trainer.model)
 
 
 def test_skips_that_cross_are_trained_as_in_one_process(on_two_ranks: list[Any]) -> None:
     ranks = [handing for handing, *_ in on_two_ranks]
     model = Handing()
     model.load_state_dict(united([start for start, _ in ranks]), strict=False)
-    optimizer, data = torch.optim.AdamW(model.parameters(), lr=1e-2), Numbers()
-    for x, y in zip(data.x.split(8), data.y.split(8), strict=True):
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    found = united([weights for _, weights in ranks])
-    assert found.keys() == dict(model.named_parameters()).keys()
-    for name, weight in found.items():
-        torch.testing.assert_close(weight, model.get_parameter(name).detach(), rtol=1e-11, atol=1e-11, msg=name)
+    batches = zip(*(tensor.split(8) for tensor in numbers().tensors), strict=True)
+    train_by_hand(model, torch.optim.AdamW(model.parameters(), lr=1e-2), [[batch] for batch in batches])
+    found = united([end for _, end in ranks])
+    torch.testing.assert_close(found, weights(model), rtol=1e-11, atol=1e-11)
 
 
 HEAD = dt.GroupParameters(pattern=r"^head\.", lr=3e-3)
@@ -150,15 +151,11 @@ def train_by_depth(cases: list[tuple[int, int]], directory: str) -> list[dict[st
     os.chdir(directory)
     results = []
     for stages, steps in cases:
-        config = replace(
-            config_of(Case(stages), "by-depth", max_steps=steps, val_every_n_epochs=None),
-            checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None),
-        )
+        config = config_of(Case(stages), "by-depth", saves=True, max_steps=steps, val_every_n_epochs=None)
         with ByDepth(config) as trainer:
             trainer.fit()
             groups = [(g["name"], g["lr"], g["weight_decay"]) for g in trainer.optimizer.param_groups]
-            weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-            results.append({"start": trainer.initial, "weights": weights, "groups": groups})
+            results.append(result_of(trainer) | {"groups": groups})
     return results
 
 
@@ -191,18 +188,11 @@ def test_a_batch_without_labels_has_the_loss_and_norm_0_in_stages(on_two_ranks: 
         assert torch.tensor(losses_and_norms).isfinite().all()
 
 
-def by_hand(model: Model, optimizer: torch.optim.Optimizer) -> Iterator[int]:
-    data = Rows(BATCH * STEPS)
-    for step in range(STEPS):
-        rows = slice(BATCH * step, BATCH * step + BATCH)
-        tokens, labels = data.tokens[rows].chunk(4), data.labels[rows].chunk(4)
-        weights = [count(of) for of in labels]
-        parts = [mean_loss(model(a), b) * w for a, b, w in zip(tokens, labels, weights, strict=True)]
-        (torch.stack(parts).sum() / sum(weights)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        optimizer.step()
-        optimizer.zero_grad()
-        yield step
+def windows() -> list[list[tuple[Tensor, Tensor]]]:
+    """Four micro-batches to a step."""
+    rows = Rows(BATCH * STEPS)
+    steps = zip(rows.tokens.split(BATCH), rows.labels.split(BATCH), strict=True)
+    return [list(zip(tokens.chunk(4), labels.chunk(4), strict=True)) for tokens, labels in steps]
 
 
 @pytest.fixture(scope="module")
@@ -226,11 +216,19 @@ def test_layer_decay_and_groups_by_name_are_those_of_the_whole_model(on_two_rank
         foreach=False,
     )
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    for step in by_hand(model, optimizer):
+    for step, window in enumerate(windows()):
+        train_by_hand(
+            model,
+            optimizer,
+            [window],
+            lambda model, batch: mean_loss(model(batch[0]), batch[1]),
+            weight_of=lambda batch: int(count(batch[1])),
+            clip=0.05,
+        )
         scheduler.step()
         stages = [of_rank[step] for of_rank in by_rank] if step < 3 else [last]
-        for name, weight in united([stage["weights"] for stage in stages]).items():
-            torch.testing.assert_close(weight, model.get_parameter(name).detach(), rtol=1e-10, atol=1e-10, msg=name)
+        found = united([stage["weights"] for stage in stages])
+        torch.testing.assert_close(found, weights(model), rtol=1e-10, atol=1e-10)
         # A stage has the whole model's groups, and their rates, also of those that are empty there.
         expected = dt.parameter_groups(
             model, lr=1e-2, weight_decay=0.1, layer_decay=0.5, groups=(HEAD, LOWEST), decay_vectors=False

@@ -11,10 +11,12 @@ import torch.nn as nn
 from torch import Tensor
 from torch.func import functional_call, grad
 from torch.nn.functional import linear, mse_loss
+from torch.utils.data import TensorDataset
 
 import dream_trainer as dt
-from tests.api import DistributedDataLoader, StepError, start
-from tests.trainer.small import BY_BLOCKS, make_config, weights
+from tests.api import DistributedDataLoader
+from tests.trainer.arithmetic import fill, same_bits
+from tests.trainer.small import BY_BLOCKS, Sharded, error_of, make_config, train_by_hand, weights
 from tests.worlds import run_world
 
 WIDTH, LENGTH, SIZE = 6, 24, 3
@@ -82,13 +84,6 @@ class Net(nn.Module):
         return SimpleNamespace(value=self(x))
 
 
-def fill(model: nn.Module) -> None:
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            values = torch.arange(parameter.numel(), dtype=torch.float64).reshape(parameter.shape)
-            parameter.copy_(torch.cos(values * 1.7 + number) * 0.4)
-
-
 def fit_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return mse_loss(model(x), y)
 
@@ -113,7 +108,7 @@ def kept(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def clamped(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     for parameter in model.parameters():
-        parameter.data.clamp_(-0.3, 0.3)
+        parameter.data.clamp_(-0.2, 0.2)
     return fit_loss(model, x, y)
 
 
@@ -169,48 +164,46 @@ KINDS: dict[str, Loss] = {
 }
 
 
-class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(3)
-        self.x = torch.randn(LENGTH, WIDTH, dtype=torch.float64, generator=generator)
-        self.y = torch.randn(LENGTH, 1, dtype=torch.float64, generator=generator)
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    x, y = (torch.randn(LENGTH, width, dtype=torch.float64, generator=generator) for width in (WIDTH, 1))
+    return TensorDataset(x, y)
 
-    def __len__(self) -> int:
-        return LENGTH
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.x[index], self.y[index]
+def parts(size: int) -> list[Any]:
+    return list(zip(*(tensor.split(size) for tensor in data().tensors), strict=True))
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=0.05)
 
 
-class Plain(dt.BaseTrainer, dt.SetupMixin, dt.FSDPMixin):
-    def __init__(self, config: Any, kind: str) -> None:
-        super().__init__(config)
-        self.loss_of = KINDS[kind]
-        self.norms: list[float] = []
+def sum_of_squares(model: nn.Module) -> float:
+    return float(sum(p.detach().square().sum() for p in model.parameters()))
+
+
+class Plain(Sharded):
+    """Notes what its weights are after each step, and what they give at the end of an epoch."""
+
+    make_model = Net
+
+    def __init__(self, config: Any, own_loss: Loss) -> None:
+        loaders = (DistributedDataLoader(data(), SIZE) for _ in range(2))
+        super().__init__(config, *loaders, make_optimizer=optimizer_of)
+        self.own_loss = own_loss
         self.after: list[float] = []
         self.ended = 0.0
 
-    def configure_models(self) -> None:
-        self.model = Net()
+    def loss_of(self, batch: Any) -> Tensor:
+        return self.own_loss(self.model, *batch)
 
-    def init_weights(self) -> None:
-        fill(self.model)
-
-    def configure_optimizers(self) -> None:
-        self.optimizer = optimizer_of(self.model)
-
-    def configure_dataloaders(self) -> tuple[Any, Any]:
-        return DistributedDataLoader(Samples(), SIZE), None
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
-        self.backward(self.loss_of(self.model, *batch))
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        result = super().training_step(batch, batch_idx)
         if not self.is_accumulating_gradients:
-            self.norms.append(float(self.step(self.model, self.optimizer)))
-            self.after.append(float(sum(p.detach().square().sum() for p in self.model.parameters())))
+            self.after.append(sum_of_squares(self.model))
+        return result
+
+    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         return {}
 
     def post_epoch(self) -> None:
@@ -220,10 +213,10 @@ class Plain(dt.BaseTrainer, dt.SetupMixin, dt.FSDPMixin):
 def train(kind: str, shards: int, accumulation: int) -> dict[str, Any]:
     devices = dt.DeviceParameters(device="cpu", dp_shard=shards, dp_replicate=2 // shards)
     config = make_config(devices=devices, n_epochs=1, gradient_accumulation_steps=accumulation)
-    with Plain(config, kind) as trainer:
+    with Plain(config, KINDS[kind]) as trainer:
         trainer.fit()
         found = weights(trainer.model)
-        output = trainer.model(Samples().x[:2]).detach()
+        output = trainer.model(parts(2)[0][0]).detach()
         return {"weights": found, "norms": trainer.norms, "after": trainer.after, "ended": trainer.ended, "out": output}
 
 
@@ -232,23 +225,18 @@ def by_hand(kind: str, accumulation: int) -> dict[str, Any]:
     # Steps that change weights by a factor do so once in a micro-batch, which two ranks share.
     norms, after = loop_by_hand(model, KINDS[kind], accumulation, 1 if kind in ("replaced data", "loaded") else 2)
     end = float(model.divergence().detach())
-    output = model(Samples().x[:2]).detach()
+    output = model(parts(2)[0][0]).detach()
     return {"weights": weights(model), "norms": norms, "after": after, "ended": end, "out": output}
 
 
 def loop_by_hand(model: nn.Module, loss_of: Loss, accumulation: int, ranks: int) -> tuple[list[float], list[float]]:
     """Trains `model` as `ranks` ranks do, one after the other; norms, and sums of squares of weights, at each step."""
-    data, optimizer, norms, after = Samples(), optimizer_of(model), [], []
-    size = 2 * SIZE // ranks
-    parts = list(zip(data.x.split(size), data.y.split(size), strict=True))
-    for first in range(0, len(parts), ranks * accumulation):
-        window = parts[first : first + ranks * accumulation]
-        for x, y in window:
-            (loss_of(model, x, y) / len(window)).backward()
-        norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        after.append(float(sum(p.detach().square().sum() for p in model.parameters())))
+    optimizer, norms, after = optimizer_of(model), [], []
+    batches = parts(2 * SIZE // ranks)
+    for first in range(0, len(batches), ranks * accumulation):
+        window = batches[first : first + ranks * accumulation]
+        norms += train_by_hand(model, optimizer, [window], lambda model, batch: loss_of(model, *batch))
+        after.append(sum_of_squares(model))
     return norms, after
 
 
@@ -266,33 +254,24 @@ def test_code_that_treats_the_model_as_a_plain_module_trains_as_one_process(shar
         )
 
 
-def of_shards_alone() -> tuple[str, bool]:
-    config = make_config(devices=dt.DeviceParameters(device="cpu", dp_shard=2), fsdp=BY_BLOCKS, n_epochs=1)
-    trainer = ByBlocks(config, "method only")
-    try:
-        start(trainer._runtime)
-        trainer._train()
-    except StepError as error:
-        return str(error), all(map(torch.equal, weights(trainer.model).values(), weights(ByBlocks.network()).values()))
-    return "", False
+def local_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return torch.stack([block.weight.to_local().square().sum() for block in model]).sum()
 
 
 class ByBlocks(Plain):
     """Only weights that `fully_shard` takes."""
 
-    @staticmethod
-    def network() -> nn.Module:
-        model = nn.Sequential(Bayesian(), Bayesian()).double()
-        fill(model)
-        return model
-
-    def configure_models(self) -> None:
-        self.model = self.network()
-        self.loss_of = lambda model, x, y: torch.stack(
-            [block.weight.to_local().square().sum() for block in model]
-        ).sum()
-
+    make_model = staticmethod(lambda: nn.Sequential(Bayesian(), Bayesian()).double())
     post_epoch = dt.BaseTrainer.post_epoch
+
+
+def of_shards_alone() -> tuple[str, bool]:
+    config = make_config(devices=dt.DeviceParameters(device="cpu", dp_shard=2), fsdp=BY_BLOCKS, n_epochs=1)
+    trainer = ByBlocks(config, local_loss)
+    said = error_of(trainer)
+    expected = ByBlocks.make_model()
+    fill(expected)
+    return said, same_bits(weights(trainer.model), weights(expected))
 
 
 @pytest.mark.pitfall(104)

@@ -12,10 +12,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 import dream_trainer as dt
-from tests.trainer.arithmetic import full
-from tests.trainer.small import BY_BLOCKS, fit, make_config
+from tests.trainer.arithmetic import fill, full, same_bits
+from tests.trainer.small import BY_BLOCKS, Alone, Sharded, fit, make_config, sgd, train_by_hand, weights
 from tests.worlds import run_world
 
 N_STEPS, SIZE, WIDTH, VOCABULARY, LENGTH = 4, 4, 8, 16, 6
@@ -100,32 +101,14 @@ def tokens() -> Tensor:
     return torch.randint(WIDTH, (N_STEPS * SIZE, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
-def fill(model: nn.Module) -> None:
-    generator = torch.Generator().manual_seed(2)
-    for parameter in model.parameters():
-        parameter.data.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 3)
-
-
-class Trainer(dt.BaseTrainer, dt.SetupMixin, dt.FSDPMixin):
+class Trainer(Sharded):
     def __init__(self, config: Any, way: str = "by_forward", dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(config)
+        super().__init__(config, DataLoader(tokens(), batch_size=config.training_parameters.train_batch_size))
         self.way, self.dtype = WAYS[way], dtype
-        self.losses: list[float] = []
-        self.norms: list[float] = []
         self.digits: set[bool] = set()
 
-    def configure_models(self) -> None:
-        self.model = Model().to(self.dtype)
-
-    def init_weights(self) -> None:
-        fill(self.model)
-
-    def configure_optimizers(self) -> None:
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-
-    def configure_dataloaders(self) -> tuple[Any, Any]:
-        parameters = self.config.training_parameters
-        return torch.utils.data.DataLoader(tokens(), batch_size=parameters.train_batch_size), None
+    def make_model(self) -> nn.Module:
+        return Model().to(self.dtype)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
         self.model.eval()  # batch norm's statistics are of each rank's batch, and so depend on the number of ranks
@@ -146,9 +129,8 @@ def trained(
         trainer.fit()
         if trainer.world.is_main:  # the other rank does not call it
             trainer.counted = trainer.model.count()
-        weights = {name: full(p.detach()).clone() for name, p in trainer.model.named_parameters()}
-        found = {"losses": trainer.losses, "norms": trainer.norms, "weights": weights, "coarse": trainer.digits}
-        return found | {"count": vars(trainer).get("counted")}
+        found = {"losses": trainer.losses, "norms": trainer.norms, "coarse": trainer.digits}
+        return found | {"weights": weights(trainer.model), "count": vars(trainer).get("counted")}
 
 
 @cache
@@ -183,29 +165,33 @@ def test_bf16_is_bit_for_bit_a_loop_with_autocast_around_the_forward() -> None:
     )
     model = Model().eval()
     fill(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
-    for batch in tokens().split(SIZE):
+
+    def loss_of(model: Model, batch: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             loss = F.cross_entropy(by_methods(model, batch).flatten(0, 1), batch.flatten())
-        loss.backward()
         losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
+        return loss
+
+    train_by_hand(model, sgd(model), [[batch] for batch in tokens().split(SIZE)], loss_of)
     assert found["losses"] == losses
-    assert all(torch.equal(found["weights"][name], p) for name, p in model.named_parameters())
+    assert same_bits(found["weights"], weights(model))
 
 
-class Pair(dt.BaseTrainer):
+def linear() -> nn.Module:
+    model = nn.Linear(WIDTH, WIDTH)
+    fill(model)
+    return model
+
+
+def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+class Pair(Alone):
     """Two updates of one model in a step, and a forward without gradients before each: as GANs and teachers do."""
 
-    def setup(self) -> None:
-        self.model = nn.Linear(WIDTH, WIDTH)
-        fill(self.model)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
-
-    def configure_dataloaders(self) -> tuple[Any, Any]:
-        return [torch.ones(2, WIDTH)] * 3, None
+    make_model = staticmethod(linear)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
         for _ in range(2):
@@ -222,60 +208,42 @@ def twice(model: nn.Module, batch: Tensor) -> Tensor:
 
 @pytest.mark.pitfall(25)
 def test_a_forward_without_gradients_or_a_step_before_a_forward_changes_nothing() -> None:
-    trainer = fit(Pair(make_config(devices=BF16, n_epochs=1)))
-    model = nn.Linear(WIDTH, WIDTH)
-    fill(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for _ in range(6):
-        # Cast by hand, without autocast and its cache.
-        batch, weights = torch.ones(2, WIDTH).bfloat16(), [p.bfloat16() for p in model.parameters()]
-        output = F.linear(batch, *weights)
-        (output.float() - output.detach().float() - 1).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for name, parameter in model.named_parameters():
-        assert torch.equal(trainer.model.get_parameter(name), parameter)
+    batch = torch.ones(2, WIDTH)
+    trainer = fit(Pair(make_config(devices=BF16, n_epochs=1), [batch] * 3, make_optimizer=plain_sgd))
+
+    def cast_by_hand(model: nn.Module, batch: Tensor) -> Tensor:
+        """Without autocast and its cache."""
+        output = F.linear(batch.bfloat16(), *(p.bfloat16() for p in model.parameters()))
+        return (output.float() - output.detach().float() - 1).square().mean()
+
+    model = linear()
+    train_by_hand(model, plain_sgd(model), [[batch]] * 6, cast_by_hand)
+    assert same_bits(weights(trainer.model), weights(model))
 
 
-class FullHead(dt.BaseTrainer):
+class FullHead(Alone):
     """Its loss is computed outside autocast, in float32, and `backward` is called where autocast is on."""
 
-    def setup(self) -> None:
-        self.model = nn.Linear(WIDTH, WIDTH)
-        fill(self.model)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+    make_model = staticmethod(linear)
 
-    def configure_dataloaders(self) -> tuple[Any, Any]:
-        return [torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)], None
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
+    def loss_of(self, batch: Tensor) -> Tensor:  # type: ignore[override]
         with torch.autocast("cpu", enabled=False):
-            loss = self.model(batch).square().sum()
-        self.backward(loss)
-        self.step(self.model, self.optimizer)
-        return {}
+            return self.model(batch).square().sum()
 
 
 def test_what_is_computed_in_float32_has_its_gradient_in_float32() -> None:
-    trainer = fit(FullHead(make_config(devices=BF16, n_epochs=1)))
-    model = nn.Linear(WIDTH, WIDTH)
-    fill(model)
-    (batch,), _ = trainer.configure_dataloaders()
-    model(batch).square().sum().backward()
-    for name, parameter in model.named_parameters():
-        assert torch.equal(trainer.model.get_parameter(name), parameter - parameter.grad)
+    batch = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
+    trainer = fit(FullHead(make_config(devices=BF16, n_epochs=1), [batch], make_optimizer=plain_sgd))
+    model = linear()
+    train_by_hand(model, plain_sgd(model), [[batch]], lambda model, batch: model(batch).square().sum())
+    assert same_bits(weights(trainer.model), weights(model))
 
 
 def test_every_step_and_what_asks_for_it_computes_in_the_configured_precision() -> None:
     seen: dict[str, torch.dtype] = {}
 
-    class Everywhere(dt.BaseTrainer, dt.EvalMixin):
-        def setup(self) -> None:
-            self.model = Model().eval()
-            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-
-        def configure_dataloaders(self) -> tuple[Any, Any]:
-            return [tokens()[:2]], [tokens()[:2]]
+    class Everywhere(Alone, dt.EvalMixin):
+        make_model = staticmethod(lambda: Model().eval())
 
         def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
             seen["training"] = self.model.decode(hidden=self.model.encode(batch)).dtype
@@ -294,7 +262,7 @@ def test_every_step_and_what_asks_for_it_computes_in_the_configured_precision() 
             with self.autocast():
                 seen["asked for"] = self.model(tokens()[:2]).dtype
 
-    with Everywhere(make_config(devices=BF16, n_epochs=1)) as trainer:
+    with Everywhere(make_config(devices=BF16, n_epochs=1), [tokens()[:2]], [tokens()[:2]]) as trainer:
         trainer.fit()
         trainer.predict([tokens()[:2]])
     half = dict.fromkeys(("training", "validation", "prediction", "asked for"), torch.bfloat16)
@@ -352,10 +320,6 @@ def on_a_rank_besides() -> dict[str, Any]:
     found: dict[str, Any] = {"norms": trained(config_for(BF16, ranks=2), cls=OfNorms)["losses"]}
     with Trainer(config_for(BF16, ranks=2)) as trainer:
         trainer.fit()
-        exact = {name: full(p.detach()).clone() for name, p in trainer.model.named_parameters()}
-        with trainer.gathered(trainer.model):
-            inside = dict(trainer.model.named_parameters())
-            found["gathered"] = all(torch.equal(inside[name], value) for name, value in exact.items())
         with trainer.autocast():
             found["seconds"] = trainer.model.elapsed(torch.tensor([123456.0]))
             with trainer.gathered(trainer.model):
@@ -380,7 +344,6 @@ def test_what_a_sharded_model_is_given_and_gives_is_not_rounded_and_its_face_is_
         assert rank["seconds"].tolist() == [246912.0]
         assert rank["signature"] == str(inspect.signature(Model().forward))
         assert rank["dtype"] == torch.float64
-        assert rank["gathered"]
         assert rank["by name"] == (2, WIDTH)
 
 

@@ -1,6 +1,6 @@
 """Random layers among split ones: each rank draws for its part, and all draw the same for what is whole."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +21,8 @@ from torch.nn.functional import gelu, mse_loss
 
 import dream_trainer as dt
 from tests.api import ConfigError, declare_random_layer, undeclared_dropouts
-from tests.trainer.arithmetic import full, same_bits
-from tests.trainer.small import run_config
+from tests.trainer.arithmetic import same_bits
+from tests.trainer.small import CaseConfig as Config, run_config, train_by_hand, weights
 from tests.worlds import run_world
 
 WIDTH, LENGTH, BATCH, STEPS = 8, 6, 4, 4
@@ -59,18 +59,11 @@ class Model(nn.Module):
         return self.head(x)
 
 
-@dataclass(kw_only=True)
-class Config(dt.DreamTrainerConfig):
-    case: Case = field(default_factory=lambda: Case(in_sequence=False))
-
-
 def batches() -> list[Tensor]:
     return list(torch.randn(STEPS, BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0)).double())
 
 
 class Trained(dt.DreamTrainer):
-    config: Config
-
     def configure_models(self) -> None:
         self.model = Model()
 
@@ -97,7 +90,7 @@ class Trained(dt.DreamTrainer):
 
     def configure_optimizers(self) -> None:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.initial = weights_of(self.model)
+        self.initial = weights(self.model)
         self.dropped: dict[str, dict[int, Tensor]] = {}
         self.ends: list[float] = []
         for name, layer in self.model.named_modules():
@@ -115,10 +108,6 @@ class Trained(dt.DreamTrainer):
         self.step(self.model, self.optimizer)
         self.ends.append(float(torch.rand(())))
         return {"loss": loss}
-
-
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: full(p.detach()).clone() for name, p in model.named_parameters()}
 
 
 def config_of(case: Case, experiment: str, **training: Any) -> Config:
@@ -141,7 +130,7 @@ def config_of(case: Case, experiment: str, **training: Any) -> Config:
 def fit(case: Case, experiment: str, **training: Any) -> dict[str, Any]:
     with Trained(config_of(case, experiment, **training)) as trainer:
         trainer.fit()
-        found = {"start": trainer.initial, "weights": weights_of(trainer.model)}
+        found = {"start": trainer.initial, "weights": weights(trainer.model)}
         return found | {"dropped": trainer.dropped, "ends": trainer.ends}
 
 
@@ -161,10 +150,8 @@ def by_hand(start: dict[str, Tensor], dropped: dict[str, list[Tensor]]) -> dict[
             if isinstance(layer, nn.Dropout):
                 kept = (~dropped[name][step]).double() / (1 - layer.p)
                 layer.forward = lambda y, kept=kept: y * kept  # type: ignore[method-assign]
-        mse_loss(model(x), x.flip(1)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: p.detach() for name, p in model.named_parameters()}
+        train_by_hand(model, optimizer, [[(x, x.flip(1))]])
+    return weights(model)
 
 
 CASES = [Case(in_sequence=False, recompute="full")]

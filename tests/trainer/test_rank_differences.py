@@ -1,6 +1,5 @@
 """What differs by rank and must not is named on every rank before the first step; what may differ is not."""
 
-import logging
 import os
 import random
 import re
@@ -18,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 import dream_trainer as dt
 from dream_trainer import callbacks as cb
 from tests.api import DistributedDataLoader, PerRankLoader, RanksDifferError, World
-from tests.trainer.small import Samples, Sharded, Spread, Validates, batches, fit, make_config, network
+from tests.trainer.small import Samples, Sharded, Spread, Validates, batches, fit, make_config, network, told
 from tests.worlds import run_world
 
 ROWS = torch.arange(36.0).view(12, 3).double()
@@ -136,15 +135,11 @@ class KeepsEqualState(Spread, dt.LoggerMixin, dt.EvalMixin, dt.CheckpointMixin):
 
 
 def saved_with(kind: type, callbacks: list[dt.Callback]) -> list[str]:
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dream_trainer").addHandler(handler)
     of_run = make_config(max_steps=4, callbacks=callbacks)
     of_run.experiment = kind.__name__
     of_run.checkpoint_parameters = dt.CheckpointParameters(save_every_n_steps=2)
-    fit(kind(of_run, loader()))
-    logging.getLogger("dream_trainer").removeHandler(handler)
+    with told() as lines:
+        fit(kind(of_run, loader()))
     return [line for line in lines if "on a resume" in line]
 
 
@@ -258,7 +253,7 @@ def try_each() -> tuple[dict[str, str], ...]:
 
 
 @pytest.fixture(scope="module")
-def told() -> list[tuple[dict[str, str], ...]]:
+def heard() -> list[tuple[dict[str, str], ...]]:
     """What each rank heard of trainers that are wrong, misordered and right."""
     return run_world(try_each, 2)
 
@@ -271,16 +266,16 @@ def assert_named_on_all(told: dict[str, str], other: dict[str, str]) -> None:
 
 
 @pytest.mark.pitfall(72)
-def test_what_must_be_equal_is_compared_before_the_first_step(told: list[tuple[dict[str, str], ...]]) -> None:
-    assert_named_on_all(*(of_rank[0] for of_rank in told))
-    assert set(told[0][2].values()) == {"trained"}
+def test_what_must_be_equal_is_compared_before_the_first_step(heard: list[tuple[dict[str, str], ...]]) -> None:
+    assert_named_on_all(*(of_rank[0] for of_rank in heard))
+    assert set(heard[0][2].values()) == {"trained"}
 
 
 @pytest.mark.pitfall(89)
 def test_what_ranks_build_in_different_orders_is_named_before_the_first_step(
-    told: list[tuple[dict[str, str], ...]],
+    heard: list[tuple[dict[str, str], ...]],
 ) -> None:
-    assert_named_on_all(*(of_rank[1] for of_rank in told))
+    assert_named_on_all(*(of_rank[1] for of_rank in heard))
 
 
 class Planned(Spread):

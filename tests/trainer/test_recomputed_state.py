@@ -5,14 +5,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader, StepError, load_weights
 from tests.trainer.arithmetic import full
-from tests.trainer.small import run_config
+from tests.trainer.small import Built, run_config, sgd, train_by_hand
 from tests.worlds import run_world
 
 WIDTH, N_STEPS, BATCH = 4, 3, 4
@@ -67,9 +66,9 @@ def samples() -> tuple[Tensor, Tensor]:
     return x, x.roll(1, -1)
 
 
-class Trained(dt.DreamTrainer):
-    def configure_models(self) -> None:
-        self.model = Net().double()
+class Trained(Built, dt.DreamTrainer):
+    make_model = staticmethod(lambda: Net().double())
+    init_weights = dt.DreamTrainer.init_weights
 
     def load_pretrained(self) -> None:
         torch.save(initial().state_dict(), f"{self.world.rank}.pt")
@@ -80,15 +79,6 @@ class Trained(dt.DreamTrainer):
 
     def configure_dataloaders(self) -> tuple[Any, None]:
         return DistributedDataLoader(TensorDataset(*samples()), BATCH // self.world.world_size, shuffle=False), None
-
-    def configure_optimizers(self) -> None:
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
-        loss = F.mse_loss(self.model(batch[0]), batch[1])
-        self.backward(loss)
-        self.step(self.model, self.optimizer)
-        return {"loss": loss}
 
 
 def config_of(mode: str, **devices: Any) -> dt.DreamTrainerConfig:
@@ -101,14 +91,9 @@ def config_of(mode: str, **devices: Any) -> dt.DreamTrainerConfig:
 
 def by_hand() -> dict[str, Tensor]:
     model = initial()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = samples()
-    for step in range(N_STEPS):
-        for part in range(2):
-            begin = (2 * step + part) * BATCH
-            (F.mse_loss(model(x[begin : begin + BATCH]), y[begin : begin + BATCH]) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    batches = list(zip(x.split(BATCH), y.split(BATCH), strict=True))
+    train_by_hand(model, sgd(model), [batches[2 * step : 2 * step + 2] for step in range(N_STEPS)])
     return model.state_dict()
 
 
@@ -130,9 +115,7 @@ def test_state_that_forwards_change_moves_once_on_every_mesh(n_ranks: int) -> No
     for runs in run_world(observe, n_ranks, layouts):
         assert len(runs) == 2 * len(layouts)
         for found in runs:
-            assert found.keys() == expected.keys()
-            for name, value in expected.items():
-                assert torch.allclose(found[name], value, rtol=0, atol=1e-10), name
+            torch.testing.assert_close(found, dict(expected), rtol=0, atol=1e-10)
 
 
 def test_a_compiled_block_that_writes_into_a_buffer_it_reads_is_an_error() -> None:

@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
-from tests.trainer.small import assert_same_weights, run_config, weights
+from tests.trainer.small import Built, assert_same_weights, run_config, train_by_hand, weights
 from tests.worlds import run_world
 
 WIDTH, SAMPLES, SAVED_AT, LAST = 4, 4, 3, 5
@@ -44,26 +43,23 @@ def data() -> tuple[Tensor, Tensor]:
     return x, 10 * x.sum((1, 2))
 
 
-class Trained(dt.DreamTrainer):
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+class Trained(Built, dt.DreamTrainer):
     """Every step sees all samples, so that it is the same step at any number of ranks."""
 
-    def configure_models(self) -> None:
-        self.model = Reader()
+    make_model = Reader
+    init_weights = dt.DreamTrainer.init_weights
 
     def configure_optimizers(self) -> None:
         self.first = weights(self.model)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        super().configure_optimizers()
 
     def configure_dataloaders(self) -> tuple[Any, None]:
         size = SAMPLES // self.world.world_size
         return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data()), batch_size=size), None
-
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        x, y = batch
-        loss = mse_loss(self.model(x), y)
-        self.backward(loss)
-        self.step(self.model, self.optimizer)
-        return {"loss": loss}
 
 
 @torch.no_grad()
@@ -83,10 +79,12 @@ def run(directory: str, **devices: Any) -> dict[str, Any]:
         training_parameters=dt.TrainingParameters(max_steps=SAVED_AT),
         checkpoint_parameters=dt.CheckpointParameters(),
     )
-    with Trained(config) as trainer:
+    with Trained(config, make_optimizer=sgd) as trainer:
         trainer.fit()
         first, saved = trainer.first, weights(trainer.model)
-    with Trained(replace(config, training_parameters=dt.TrainingParameters(max_steps=LAST))) as trainer:
+    with Trained(
+        replace(config, training_parameters=dt.TrainingParameters(max_steps=LAST)), make_optimizer=sgd
+    ) as trainer:
         trainer.fit()
         with trainer.gathered(trainer.model):
             answer = trainer.model(data()[0])
@@ -101,17 +99,13 @@ def run_both(replicated: str, sharded: str) -> list[dict[str, Any]]:
 def check(found: dict[str, Any]) -> None:
     model = Reader()
     model.load_state_dict(found["first"])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    x, y = data()
-    for step in range(LAST):
-        if step == SAVED_AT:
-            assert_same_weights(found["saved"], model)
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+    optimizer = sgd(model)
+    train_by_hand(model, optimizer, [[data()]] * SAVED_AT)
+    assert_same_weights(found["saved"], model)
+    train_by_hand(model, optimizer, [[data()]] * (LAST - SAVED_AT))
     assert_same_weights(found["end"], model)
     assert not torch.equal(found["end"]["rnn.weight_ih_l0"], found["first"]["rnn.weight_ih_l0"])
-    torch.testing.assert_close(found["answer"], model(x).detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found["answer"], model(data()[0]).detach(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.pitfall(21)

@@ -1,6 +1,6 @@
 """Gradients between `backward` and `step`: those of the global batch after `reduce_gradients`, on every mesh."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,8 +10,18 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
-from tests.api import DistributedDataLoader, StepError, start
-from tests.trainer.small import BY_BLOCKS, Samples, Sharded, fill, make_config, network, weights
+from tests.api import DistributedDataLoader
+from tests.trainer.small import (
+    BY_BLOCKS,
+    Samples,
+    Sharded,
+    error_of,
+    filled_network,
+    make_config,
+    sgd,
+    weights,
+    windows,
+)
 from tests.worlds import run_world
 
 LENGTH, SIZE, LIMIT, RADIUS = 24, 2, 0.05, 0.3
@@ -34,6 +44,12 @@ def perturbation(parameters: list[nn.Parameter]) -> list[Tensor]:
     return [RADIUS / norm.item() * gradient for gradient in gradients]
 
 
+@torch.no_grad()
+def move(parameters: list[nn.Parameter], moves: list[Tensor], sign: int) -> None:
+    for parameter, by in zip(parameters, moves, strict=True):
+        parameter.add_(by, alpha=sign)
+
+
 class Sharpness(Sharded):
     """SAM: the gradient of a second pass, with the weights moved along that of the first."""
 
@@ -46,14 +62,10 @@ class Sharpness(Sharded):
         self.reduce_gradients(self.optimizer)
         parameters = list(self.model.parameters())
         moves = perturbation(parameters)
-        with torch.no_grad():
-            for parameter, move in zip(parameters, moves, strict=True):
-                parameter.add_(move)
+        move(parameters, moves, 1)
         self.optimizer.zero_grad()
         self.backward(mse_loss(self.model(x), y), weight=weight)
-        with torch.no_grad():
-            for parameter, move in zip(parameters, moves, strict=True):
-                parameter.sub_(move)
+        move(parameters, moves, -1)
         self.norms.append(float(self.step(self.model, self.optimizer)))
         return {}
 
@@ -80,11 +92,9 @@ def train(cls: type[Sharded], layout: str, accumulation: int) -> dict[str, Any]:
 
 
 def by_hand(cls: type[Sharded], accumulation: int) -> dict[str, Any]:
-    model, data, norms = network(), Samples(LENGTH), []
-    fill(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    parameters = list(model.parameters())
-    for window in windows(data, 2 * accumulation):
+    model, norms = filled_network(), []
+    optimizer, parameters = sgd(model), list(model.parameters())
+    for window in windows(LENGTH, SIZE, 2 * accumulation):
         if cls is Clips:
             backward(model, window, lambda number: 1)
             nn.utils.clip_grad_norm_(parameters, LIMIT)
@@ -92,24 +102,14 @@ def by_hand(cls: type[Sharded], accumulation: int) -> dict[str, Any]:
             of = count_of if cls is Weighted else lambda number: 1
             backward(model, window, of)
             moves = perturbation(parameters)
-            with torch.no_grad():
-                for parameter, move in zip(parameters, moves, strict=True):
-                    parameter.add_(move)
+            move(parameters, moves, 1)
             optimizer.zero_grad()
             backward(model, window, of)
-            with torch.no_grad():
-                for parameter, move in zip(parameters, moves, strict=True):
-                    parameter.sub_(move)
+            move(parameters, moves, -1)
         norms.append(torch.nn.utils.get_total_norm([p.grad for p in parameters]).item())
         optimizer.step()
         optimizer.zero_grad()
     return {"weights": weights(model), "norms": norms}
-
-
-def windows(data: Samples, size: int) -> Iterator[list[Any]]:
-    numbers = torch.arange(LENGTH)
-    parts = list(zip(data.x.split(SIZE), data.y.split(SIZE), numbers.split(SIZE), strict=True))
-    return (parts[start : start + size] for start in range(0, len(parts), size))
 
 
 def backward(model: nn.Module, window: list[Any], weight_of: Callable[[Tensor], int]) -> None:
@@ -166,12 +166,7 @@ class AddsLate(Sharded):
 
 def refused(cls: type[Sharded], layout: str) -> tuple[str, int]:
     trainer = cls(make_config(n_epochs=1, **LAYOUTS[layout]), DistributedDataLoader(Samples(LENGTH), SIZE))
-    try:
-        start(trainer._runtime)
-        trainer._train()
-    except StepError as error:
-        return str(error), trainer.global_step
-    return "", trainer.global_step
+    return error_of(trainer), trainer.global_step
 
 
 def refuse_all() -> list[tuple[str, int]]:

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader, StepError
@@ -34,9 +33,7 @@ class Body(dt.BaseTrainer, dt.SetupMixin):
 
 def micro_batches(world_size: int, accumulation: int) -> list[list[list[small.Batch]]]:
     """By window and accumulation index, the batches of all ranks."""
-    data = small.Samples(LENGTH)
-    parts = list(zip(data.x.split(SIZE), data.y.split(SIZE), torch.arange(LENGTH).split(SIZE), strict=True))
-    chunks = [parts[start : start + world_size] for start in range(0, len(parts), world_size)]
+    chunks = small.windows(LENGTH, SIZE, world_size)
     return [chunks[start : start + accumulation] for start in range(0, len(chunks), accumulation)]
 
 
@@ -61,9 +58,8 @@ class TwoHeads(Body):
         self.parts = [torch.optim.SGD(self.second[i].parameters(), lr=0.1 * (i + 1)) for i in (0, 1)]
 
     def training_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
-        x, y, numbers = batch
-        for model in (self.first, self.second):
-            self.backward(mse_loss(model(x), y), weight=count_for(self, model, numbers), model=model)
+        for model, count in ((self.first, count_of_first(batch)), (self.second, torch.tensor(count_of_second(batch)))):
+            self.backward(small.mean_square(model, batch), weight=count, model=model)
         if not self.is_accumulating_gradients:
             self.norms.append(float(self.step(self.first, self.first_optimizer)))
             self.norms.append(float(self.step(self.second, self.parts)))
@@ -74,38 +70,29 @@ class ShardedTwoHeads(TwoHeads, dt.FSDPMixin):
     pass
 
 
-def count_for(trainer: TwoHeads, model: nn.Module, numbers: Tensor) -> Any:
-    return (numbers[0] % 5 + 1).double() if model is trainer.first else int(numbers[0]) % 3
+def count_of_first(batch: small.Batch) -> int:
+    return int(batch[2][0]) % 5 + 1
+
+
+def count_of_second(batch: small.Batch) -> int:
+    """0 in some windows, where there is nothing to learn."""
+    return int(batch[2][0]) % 3
 
 
 def two_heads_by_hand(world_size: int) -> dict[str, Any]:
-    first, second = small.network(), small.network()
-    small.fill(first)
-    small.fill(second)
-    optimizers = [
-        [torch.optim.SGD(first.parameters(), lr=0.1)],
-        [torch.optim.SGD(second[i].parameters(), lr=0.1 * (i + 1)) for i in (0, 1)],
+    models = {"first": small.filled_network(), "second": small.filled_network()}
+    optimizers = {
+        "first": torch.optim.SGD(models["first"].parameters(), lr=0.1),
+        "second": [torch.optim.SGD(models["second"][i].parameters(), lr=0.1 * (i + 1)) for i in (0, 1)],
+    }
+    counts = {"first": count_of_first, "second": count_of_second}
+    windows = small.windows(LENGTH, SIZE, world_size * ACCUMULATION)
+    norms = [
+        small.train_by_hand(models[name], optimizers[name], windows, weight_of=counts[name], clip=CLIP)
+        for name in models
     ]
-    norms = []
-    for window in micro_batches(world_size, ACCUMULATION):
-        for index, model in enumerate((first, second)):
-            counted = [
-                (b, (int(b[2][0]) % 5 + 1) if index == 0 else int(b[2][0]) % 3) for ranks in window for b in ranks
-            ]
-            total = sum(count for _, count in counted)
-            if total == 0:  # nothing to learn for this model in this window: no step
-                norms.append(0.0)
-                continue
-            loss = sum(mse_loss(model(b[0]), b[1]) * count for b, count in counted) / total
-            loss.backward()
-            norm = torch.sqrt(sum(p.grad.square().sum() for p in model.parameters()))
-            norms.append(norm.item())
-            for p in model.parameters():
-                p.grad *= min(1.0, CLIP / (norm.item() + 1e-6))
-            for optimizer in optimizers[index]:
-                optimizer.step()
-                optimizer.zero_grad()
-    return {"models": {"first": small.weights(first), "second": small.weights(second)}, "norms": norms}
+    weights = {name: small.weights(model) for name, model in models.items()}
+    return {"models": weights, "norms": [norm for pair in zip(*norms, strict=True) for norm in pair]}
 
 
 def train_both() -> list[dict[str, Any]]:
@@ -125,9 +112,7 @@ def test_several_models_train_as_written_by_hand(ranks: list[list[dict[str, Any]
     expected = two_heads_by_hand(len(ranks))
     for found in (layout for rank in ranks for layout in rank):
         assert found["norms"] == pytest.approx(expected["norms"], rel=1e-9)
-        for model, state in expected["models"].items():
-            for parameter, value in state.items():
-                torch.testing.assert_close(found["models"][model][parameter], value, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(found["models"], expected["models"], rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.pitfall(24)
@@ -155,6 +140,10 @@ def test_frozen_gives_back_what_each_parameter_required_also_after_an_exception(
     assert [p.requires_grad for p in model.parameters()] == before
 
 
+def loss_of_both(models: Any, batch: small.Batch) -> Tensor:
+    return sum(small.mean_square(model, batch) for model in models.values())
+
+
 @pytest.mark.pitfall(62)
 def test_what_an_optimizer_holds_beside_the_given_model_is_normalised_and_clipped_too() -> None:
     class OneOptimizer(TwoHeads):
@@ -162,8 +151,7 @@ def test_what_an_optimizer_holds_beside_the_given_model_is_normalised_and_clippe
             self.optimizer = torch.optim.SGD([*self.first.parameters(), *self.second.parameters()], lr=0.1)
 
         def training_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
-            x, y, _ = batch
-            self.backward(mse_loss(self.first(x), y) + mse_loss(self.second(x), y))
+            self.backward(loss_of_both({"first": self.first, "second": self.second}, batch))
             if not self.is_accumulating_gradients:
                 self.norms.append(float(self.step(self.first, self.optimizer)))
             return {}
@@ -171,21 +159,13 @@ def test_what_an_optimizer_holds_beside_the_given_model_is_normalised_and_clippe
     found = results_of(
         OneOptimizer(small.make_config(n_epochs=1, gradient_accumulation_steps=3, gradient_clip_norm=0.05))
     )
-    model, norms = small.network(), []
-    small.fill(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for window in micro_batches(1, 3):
-        sum(mse_loss(model(x), y) / len(window) for ((x, y, _),) in window).backward()
-        # Both models have the same weights and gradients, of which one norm is taken.
-        norms.append(torch.sqrt(sum(2 * p.grad.square().sum() for p in model.parameters())).item())
-        for p in model.parameters():
-            p.grad *= min(1.0, 0.05 / (norms[-1] + 1e-6))
-        optimizer.step()
-        optimizer.zero_grad()
+    both = nn.ModuleDict({"first": small.filled_network(), "second": small.filled_network()})
+    optimizer = torch.optim.SGD(both.parameters(), lr=0.1)
+    norms = small.train_by_hand(both, optimizer, small.windows(LENGTH, SIZE, 3), loss_of_both, clip=0.05)
     assert min(norms) > 0.05
     assert found["norms"] == pytest.approx(norms, rel=1e-12)
-    for name in ("first", "second"):
-        small.assert_same_weights(found["models"][name], small.weights(model))
+    for name, model in both.items():
+        small.assert_same_weights(found["models"][name], model)
 
 
 class Three(Body):
@@ -203,7 +183,7 @@ class Three(Body):
             if what == "!":
                 self.step(model, self.optimizers["".join(other) or name])
             else:
-                self.backward(mse_loss(model(batch[0]), batch[1]), weight=int(what) or None, model=model)
+                self.backward(small.mean_square(model, batch), weight=int(what) or None, model=model)
         return {}
 
 
@@ -216,11 +196,8 @@ def test_a_weighted_critic_of_several_turns_and_its_actor_each_have_their_own_to
     found = follow("a1 a! b7 a2 a! a3 a! b!")["models"]
     for name, turns in {"a": 3, "b": 1, "c": 0}.items():
         model = small.filled_network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for ((x, y, _),) in [window[0] for window in micro_batches(1, 1) for _ in range(turns)]:
-            mse_loss(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        windows = [window for window in small.windows(LENGTH, SIZE, 1) for _ in range(turns)]
+        small.train_by_hand(model, torch.optim.SGD(model.parameters(), lr=0.1), windows)
         small.assert_same_weights(found[name], model)
 
 

@@ -12,8 +12,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader
-from tests.trainer.small import BY_BLOCKS, make_config, weights
-from tests.trainer.test_plain_steps import SIZE, WIDTH, Samples
+from tests.trainer.small import BY_BLOCKS, Sharded, make_config, weights
+from tests.trainer.test_plain_steps import SIZE, WIDTH, data
 from tests.worlds import run_world
 
 
@@ -59,33 +59,22 @@ class Block(nn.Module):
         return MAKE[self.kind](self.linear(tensor_in(given)).tanh())
 
 
-class Trains(dt.BaseTrainer, dt.SetupMixin, dt.FSDPMixin):
-    def __init__(self, config: Any, kind: str) -> None:
-        super().__init__(config)
-        self.kind, self.given = kind, ("", torch.float64)
+class Trains(Sharded):
+    given: Any = None
 
-    def configure_models(self) -> None:
-        self.model = nn.Sequential(Block(self.kind), Block(self.kind))
-
-    def configure_optimizers(self) -> None:
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-
-    def configure_dataloaders(self) -> tuple[Any, Any]:
-        return DistributedDataLoader(Samples(), SIZE), None
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+    def loss_of(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         output = self.model(batch[0].float())
         self.given = type(output).__name__, tensor_in(output).dtype
-        self.backward(tensor_in(output).square().mean())
-        self.step(self.model, self.optimizer)
-        return {}
+        return tensor_in(output).square().mean()
 
 
 def train_all() -> list[tuple[str, torch.dtype, dict[str, Tensor]]]:
     found = []
     for kind in MAKE:
         devices = dt.DeviceParameters(device="cpu", dp_shard=2, precision="bf16")
-        with Trains(make_config(devices=devices, fsdp=BY_BLOCKS, n_epochs=1), kind) as trainer:
+        config = make_config(devices=devices, fsdp=BY_BLOCKS, n_epochs=1)
+        with Trains(config, DistributedDataLoader(data(), SIZE)) as trainer:
+            trainer.make_model = lambda kind=kind: nn.Sequential(Block(kind), Block(kind))
             trainer.fit()
             found.append((*trainer.given, weights(trainer.model)))
     return found

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
@@ -14,8 +13,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import dream_trainer as dt
 from tests.api import ConfigError, DistributedDataLoader, HookError, start
-from tests.trainer.arithmetic import BATCH, Case, Model, Tokens, fill, full, make_optimizer, reference
-from tests.trainer.small import run_config
+from tests.trainer.arithmetic import BATCH, Case, Model, Tokens, fill, full, make_optimizer, reference, same_bits
+from tests.trainer.small import run_config, weights as weights_of
 from tests.worlds import run_world
 
 
@@ -121,10 +120,6 @@ def config_of(cell: Cell, experiment: str = "cell", **training: Any) -> Config:
     )
 
 
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: full(p.detach()).clone() for name, p in model.named_parameters()}
-
-
 def train(cells: list[Cell]) -> list[dict[str, Any]]:
     results = []
     for cell in cells:
@@ -164,13 +159,11 @@ def test_training_on_split_layers_equals_a_loop_written_by_hand(cells: list[Cell
         for result in ranks:
             assert result["tied"] == cell.case.tied
             assert result["gathered"]
-            assert all(torch.equal(weight, result["weights"][name]) for name, weight in result["kept"].items())
+            assert same_bits(result["kept"], result["weights"])
             assert len(result["norms"]) == len(expected["norms"])
             assert all(map(close, result["norms"], expected["norms"])), (cell, result["norms"], expected["norms"])
             weights = {name.removeprefix("model."): weight for name, weight in expected["weights"].items()}
-            assert result["weights"].keys() == weights.keys()
-            for name, weight in weights.items():
-                torch.testing.assert_close(result["weights"][name], weight, rtol=1e-9, atol=1e-9, msg=f"{cell}: {name}")
+            torch.testing.assert_close(result["weights"], weights, rtol=1e-9, atol=1e-9, msg=f"{cell}: {{}}".format)
         for position in range(len(ranks[0]["losses"])):
             for result in ranks[:: cell.tp]:
                 step, loss = result["losses"][position]

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
-from tests.api import DistributedDataLoader, StepError, start
+from tests.api import start
 from tests.trainer import test_plain_steps as plain
-from tests.trainer.small import BY_BLOCKS, make_config, weights
-from tests.trainer.test_plain_steps import SIZE, WIDTH, Bayesian, Loss, Plain, Samples, fill, fit_loss, loop_by_hand
+from tests.trainer.arithmetic import fill, same_bits
+from tests.trainer.small import BY_BLOCKS, error_of, make_config, train_by_hand, weights
+from tests.trainer.test_plain_steps import SIZE, WIDTH, Bayesian, Loss, Plain, fit_loss, loop_by_hand, parts
 from tests.worlds import run_world
 
 
@@ -118,24 +119,17 @@ class Assigns(torch.optim.SGD):
 
 
 class Touches(Plain, dt.ActivationCheckpointingMixin, dt.EvalMixin):
-    def __init__(self, config: Any, kind: str) -> None:
-        super().__init__(config, "forward")
-        self.loss_of, self.seen = KINDS[kind], [0.0]
-
-    def configure_models(self) -> None:
-        self.model = Net()
+    make_model = Net
+    validated = 0.0
 
     def model_blocks(self, model: nn.Module) -> list[nn.Module]:
         return list(model.blocks)
-
-    def configure_dataloaders(self) -> tuple[Any, Any]:
-        return DistributedDataLoader(Samples(), SIZE), DistributedDataLoader(Samples(), SIZE)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
         return {"loss": mse_loss(self.model(batch[0]), batch[1]) * 0 + self.model.divergence()}
 
     def post_val_epoch(self, metrics: dict[str, Any]) -> None:
-        self.seen.append(float(metrics["val/loss"]))
+        self.validated = float(metrics["val/loss"])
 
 
 def config_of(layout: str, accumulation: int = 1) -> Any:
@@ -144,9 +138,10 @@ def config_of(layout: str, accumulation: int = 1) -> Any:
 
 
 def train(kind: str, layout: str, accumulation: int) -> dict[str, Any]:
-    with Touches(config_of(layout, accumulation), kind) as trainer:
+    with Touches(config_of(layout, accumulation), KINDS[kind]) as trainer:
         trainer.fit()
-        return {"weights": weights(trainer.model), "norms": trainer.norms, "after": trainer.after, "seen": trainer.seen}
+        found = {"weights": weights(trainer.model), "norms": trainer.norms, "after": trainer.after}
+        return found | {"validated": trainer.validated}
 
 
 def train_all(cases: list[tuple[str, str, int]]) -> list[dict[str, Any]]:
@@ -156,8 +151,8 @@ def train_all(cases: list[tuple[str, str, int]]) -> list[dict[str, Any]]:
 def by_hand(kind: str, accumulation: int) -> dict[str, Any]:
     model = Net()
     norms, after = loop_by_hand(model, KINDS[kind], accumulation, 1 if kind in ONCE else 2)
-    seen = [0.0, float(model.divergence().detach())]
-    return {"weights": weights(model), "norms": norms, "after": after, "seen": seen}
+    found = {"weights": weights(model), "norms": norms, "after": after}
+    return found | {"validated": float(model.divergence().detach())}
 
 
 @pytest.mark.pitfall(104)
@@ -193,10 +188,8 @@ class Attends(nn.Module):
 
 
 class OfAttention(Touches):
+    make_model = Attends
     post_epoch = dt.BaseTrainer.post_epoch
-
-    def configure_models(self) -> None:
-        self.model = Attends()
 
     def model_blocks(self, model: nn.Module) -> list[nn.Module]:
         return [model.attention]
@@ -208,19 +201,15 @@ class OfAttention(Touches):
 def with_assigned_data_and_attention() -> list[dict[str, Tensor]]:
     found = []
     for kind, layout in ((TakesSteps, "blocks"), (OfAttention, "recomputed")):
-        with kind(config_of(layout), "forward") as trainer:
+        with kind(config_of(layout), fit_loss) as trainer:
             trainer.fit()
             found.append(weights(trainer.model))
     return found
 
 
 def test_an_optimizer_may_assign_to_data_and_a_block_that_is_given_one_tensor_twice_is_recomputed() -> None:
-    model, data = Net(), Samples()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    for x, y in zip(data.x.split(2 * SIZE), data.y.split(2 * SIZE), strict=True):
-        fit_loss(model, x, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    model = Net()
+    train_by_hand(model, torch.optim.SGD(model.parameters(), lr=0.02), [[batch] for batch in parts(2 * SIZE)])
     attends = Attends()
     loop_by_hand(attends, fit_loss, 1, 2)
     for found in run_world(with_assigned_data_and_attention, 2):
@@ -230,18 +219,14 @@ def test_an_optimizer_may_assign_to_data_and_a_block_that_is_given_one_tensor_tw
 def read_on_one_rank() -> str:
     config = config_of("blocks")
     config.device_parameters = dt.DeviceParameters(device="cpu", dp_shard=2, start_timeout_seconds=12.0)
-    trainer = Touches(config, "forward")
 
     def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         if trainer.world.rank == 0:
             model.blocks[1].weight.norm()
         return fit_loss(model, x, y)
 
-    trainer.loss_of = loss_of
-    start(trainer._runtime)
-    with pytest.raises(RuntimeError) as error:
-        trainer._train()
-    return str(error.value)
+    trainer = Touches(config, loss_of)
+    return error_of(trainer, RuntimeError)
 
 
 def test_weights_that_one_rank_alone_reads_are_named_before_a_collective_gives_up() -> None:
@@ -251,17 +236,14 @@ def test_weights_that_one_rank_alone_reads_are_named_before_a_collective_gives_u
 
 
 def refused() -> tuple[str, bool, str]:
-    trainer = Touches(config_of("blocks"), "forward")
-    trainer.loss_of = plain.functional
-    start(trainer._runtime)
-    with pytest.raises(StepError) as error:
-        trainer._train()
-    unmoved = all(map(torch.equal, weights(trainer.model).values(), weights(Net()).values()))
+    trainer = Touches(config_of("blocks"), plain.functional)
+    said = error_of(trainer)
+    unmoved = same_bits(weights(trainer.model), weights(Net()))
     trainer.world.forbidden = "a callback on rank 0"
     with pytest.raises(RuntimeError) as forbidden, trainer._runtime.parallel.whole():
         trainer.model.divergence()
     trainer.world.forbidden = None
-    return str(error.value), unmoved, str(forbidden.value)
+    return said, unmoved, str(forbidden.value)
 
 
 @pytest.mark.pitfall(104)
@@ -300,7 +282,7 @@ class ByHand(Touches):
 def with_gradients_by_hand() -> list[tuple[dict[str, Tensor], list[float]]]:
     found = []
     for freezes in (False, True):
-        with ByHand(config_of("blocks", 2), "forward") as trainer:
+        with ByHand(config_of("blocks", 2), fit_loss) as trainer:
             trainer.freezes = freezes
             trainer.fit()
             found.append((weights(trainer.model), trainer.norms))
@@ -310,13 +292,12 @@ def with_gradients_by_hand() -> list[tuple[dict[str, Tensor], list[float]]]:
 @pytest.mark.pitfall(103)
 def test_gradients_are_read_and_changed_as_whole_ones() -> None:
     results = run_world(with_gradients_by_hand, 2)
-    data = Samples()
-    parts = list(zip(data.x.split(SIZE), data.y.split(SIZE), strict=True))
+    batches = parts(SIZE)
     for number, freezes in enumerate((False, True)):
         model, norms = Net(), []
         optimizer = plain.optimizer_of(model)
-        for first in range(0, len(parts), 4):
-            for place, (x, y) in enumerate(parts[first : first + 4]):
+        for first in range(0, len(batches), 4):
+            for place, (x, y) in enumerate(batches[first : first + 4]):
                 model.blocks[1].requires_grad_(not freezes or place < 2)
                 (fit_loss(model, x, y) / 4).backward()
             if not freezes:
@@ -330,8 +311,7 @@ def test_gradients_are_read_and_changed_as_whole_ones() -> None:
 class Shrinks(Touches):
     """Reads, and shrinks weights by less than half precision has."""
 
-    def configure_models(self) -> None:
-        self.model = Net().float()
+    make_model = staticmethod(lambda: Net().float())
 
     def configure_optimizers(self) -> None:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
@@ -354,14 +334,14 @@ class Shrinks(Touches):
 def in_half_precision() -> dict[str, Tensor]:
     config = config_of("blocks")
     config.device_parameters = dt.DeviceParameters(device="cpu", dp_shard=2, precision="bf16")
-    trainer = Shrinks(config, "forward")
+    trainer = Shrinks(config, fit_loss)
     start(trainer._runtime)
     trainer._train()
     return weights(trainer.model)
 
 
 def test_weights_keep_full_precision_where_code_reads_and_writes_them() -> None:
-    steps = len(Samples()) // (2 * SIZE)
+    steps = len(parts(2 * SIZE))
     for found in run_world(in_half_precision, 2):
         for name, value in weights(Net().float()).items():
             torch.testing.assert_close(found[name], value * (1 - 1e-4) ** (2 * steps), rtol=1e-6, atol=0)
@@ -376,16 +356,11 @@ class ChangesInPlace(Net):
 
 
 class OfChanges(Touches):
-    def configure_models(self) -> None:
-        self.model = ChangesInPlace()
+    make_model = ChangesInPlace
 
 
 def changed_in_place() -> str:
-    trainer = OfChanges(config_of("blocks"), "forward")
-    start(trainer._runtime)
-    with pytest.raises(RuntimeError) as error:
-        trainer._train()
-    return str(error.value)
+    return error_of(OfChanges(config_of("blocks"), fit_loss), RuntimeError)
 
 
 def test_what_backward_needs_and_code_changed_in_place_is_named() -> None:

@@ -5,31 +5,20 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
 from tests.api import CheckpointError, DistributedDataLoader, computed
-from tests.trainer.small import Batch, Config, Samples, network, run_config
+from tests.trainer.small import Batch, Built, Config, Samples, fused_adamw, run_config
 from tests.worlds import run_world
 
 LENGTH = 48
 
 
-class Measured(dt.DreamTrainer):
+class Measured(Built, dt.DreamTrainer):
     """Sums, means, extremes, lists and a collection over training's samples; one of validation's beside them."""
 
     config: Config
-    optimizer_class: type[torch.optim.Optimizer] = torch.optim.SGD
-
-    def __init__(self, config: Config, stop_after: int | None = None) -> None:
-        super().__init__(config)
-        self.stop_after = stop_after
-
-    def configure_models(self) -> None:
-        self.model = network()
-
-    def configure_optimizers(self) -> None:
-        self.optimizer = self.optimizer_class(self.model.parameters(), lr=0.01)
+    stop_after: int | None = None
 
     def configure_metrics(self) -> None:
         self.total = torchmetrics.SumMetric()
@@ -43,17 +32,14 @@ class Measured(dt.DreamTrainer):
         return DistributedDataLoader(Samples(LENGTH), 2, shuffle=True), DistributedDataLoader(Samples(6), 2)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        x, y, numbers = batch
-        self.backward(mse_loss(self.model(x), y))
+        numbers = batch[2]
         self.total.update(numbers)
         self.mean.update(numbers.float(), weight=numbers.float())
         self.numbers.update(numbers.float())
         self.scores.update((numbers % 7) / 7, numbers % 2)
-        if not self.is_accumulating_gradients:
-            self.step(self.model, self.optimizer)
-            if self.global_step + 1 == self.stop_after:
-                self.request_stop()
-        return {}
+        if not self.is_accumulating_gradients and self.global_step + 1 == self.stop_after:
+            self.request_stop()
+        return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         self.of_validation.update(batch[2].float())
@@ -79,7 +65,8 @@ def config(experiment: str = "run", **checkpoint: Any) -> Config:
 
 
 def train(stop_after: int | None) -> dict[str, Any]:
-    with Measured(config(), stop_after) as trainer:
+    with Measured(config()) as trainer:
+        trainer.stop_after = stop_after
         trainer.fit()
         return trainer.values()
 
@@ -108,13 +95,9 @@ def test_metrics_of_training_go_on_after_a_resume(worlds: tuple[int, int]) -> No
     assert found == [expected()] * after
 
 
-class WithAdam(Measured):
-    optimizer_class = torch.optim.AdamW
-
-
 @pytest.mark.pitfall(78)
 def test_another_optimizer_is_refused_by_name() -> None:
     train(2)
     refused = pytest.raises(CheckpointError, match="'optimizer' was of class SGD and is AdamW now.*init_from")
-    with refused, WithAdam(config()) as trainer:
+    with refused, Measured(config(), make_optimizer=fused_adamw) as trainer:
         trainer.fit()

@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
 from tests.api import StepError
-from tests.trainer.small import WIDTH, Batch, fill, fit, make_config, network, sgd, weights
+from tests.trainer.small import WIDTH, Batch, filled_network, fit, make_config, network, sgd, weights
 from tests.trainer.test_several_models import Body, micro_batches
 from tests.worlds import run_world
 
@@ -136,10 +136,8 @@ def train(case: Case) -> dict[str, Any]:
 
 
 def by_hand(case: Case, world_size: int) -> dict[str, Any]:
-    models = {"first": network(), "second": network()}
+    models = {"first": filled_network(), "second": filled_network()}
     optimizers = {name: sgd(model) for name, model in models.items()}
-    for model in models.values():
-        fill(model)
 
     def apply(name: str) -> None:
         optimizers[name].step()
@@ -199,10 +197,7 @@ def ranks(request: pytest.FixtureRequest) -> list[list[dict[str, Any]]]:
 def test_models_in_turns_train_as_by_hand(ranks: list[list[dict[str, Any]]], case: Case) -> None:
     expected = by_hand(case, len(ranks))
     for rank in ranks:
-        found = rank[CASES.index(case)]
-        for model, state in expected.items():
-            for name, value in state.items():
-                torch.testing.assert_close(found[model][name], value, rtol=1e-10, atol=1e-12, msg=f"{model}.{name}")
+        torch.testing.assert_close(rank[CASES.index(case)], expected, rtol=1e-10, atol=1e-12)
 
 
 class Leaks:
@@ -282,8 +277,7 @@ def forgiven() -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
 def test_gradients_that_are_zeroed_by_hand_are_no_error_and_leave_no_mark() -> None:
     for pairs in run_world(forgiven, 2):
         for found, expected in pairs:
-            for name, value in expected.items():
-                torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.pitfall(70)

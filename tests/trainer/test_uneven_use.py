@@ -1,6 +1,7 @@
 """Parameters that only some ranks use in a step, against one process that sees every rank's batches."""
 
 import re
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,8 +12,22 @@ from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
 from dream_trainer.trainer.step import buckets
-from tests.api import DistributedDataLoader, StepError, start
-from tests.trainer.small import BY_BLOCKS, WIDTH, Batch, Samples, fill, make_config, weights
+from tests.api import DistributedDataLoader
+from tests.trainer.arithmetic import same_bits
+from tests.trainer.small import (
+    BY_BLOCKS,
+    WIDTH,
+    Batch,
+    Samples,
+    Sharded,
+    Spread,
+    error_of,
+    fill,
+    make_config,
+    train_by_hand,
+    weights,
+    windows,
+)
 from tests.worlds import run_world
 
 LENGTH, SIZE = 24, 2
@@ -52,8 +67,8 @@ def number_of(batch: Batch) -> int:
     return int(batch[2][0]) // SIZE
 
 
-def count_of(batch: Batch, weighted: bool) -> int:
-    return number_of(batch) % 4 + 1 if weighted else 1
+def count_of(batch: Batch) -> int:
+    return number_of(batch) % 4 + 1
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -61,37 +76,33 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.5, fused=True)
 
 
-class Uneven(dt.BaseTrainer, dt.SetupMixin):
-    def __init__(self, config: Any, case: Case) -> None:
-        super().__init__(config)
-        self.case = case
-        self.norms: list[float] = []
+def loss_of(kind: str, model: nn.Module, batch: Batch) -> Tensor:
+    return mse_loss(model(batch[0], kind, number_of(batch)), batch[1])
 
-    def configure_models(self) -> None:
-        self.model = Branches()
 
-    def init_weights(self) -> None:
-        fill(self.model)
+class Uneven(Spread):
+    case: Case
+    make_model = Branches
 
     def model_blocks(self, model: nn.Module) -> list[nn.Module]:
         return list(model.blocks)
 
-    def configure_optimizers(self) -> None:
-        self.optimizer = adamw(self.model)
+    def loss_of(self, batch: Batch) -> Tensor:
+        return loss_of(self.case.kind, self.model, batch)
 
-    def configure_dataloaders(self) -> tuple[Any, Any]:
-        return DistributedDataLoader(Samples(LENGTH), SIZE), None
-
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        loss = mse_loss(self.model(batch[0], self.case.kind, number_of(batch)), batch[1])
-        self.backward(loss, weight=count_of(batch, True) if self.case.weighted else None)
-        if not self.is_accumulating_gradients:
-            self.norms.append(float(self.step(self.model, self.optimizer)))
-        return {}
+    def weight_of(self, batch: Batch) -> int | None:
+        return count_of(batch) if self.case.weighted else None
 
 
 class ShardedUneven(Uneven, dt.FSDPMixin):
     pass
+
+
+def made(case: Case, config: Any, *, is_sharded: bool) -> Uneven:
+    data = DistributedDataLoader(Samples(LENGTH), SIZE)
+    trainer = (ShardedUneven if is_sharded else Uneven)(config, data, make_optimizer=adamw)
+    trainer.case = case
+    return trainer
 
 
 def train(case: Case) -> dict[str, Any]:
@@ -104,7 +115,7 @@ def train(case: Case) -> dict[str, Any]:
         gradient_accumulation_steps=case.accumulation,
         sync_policy=case.sync_policy,
     )
-    with (ShardedUneven if case.layout in ("fsdp", "blocks") else Uneven)(config, case) as trainer:
+    with made(case, config, is_sharded=case.layout in ("fsdp", "blocks")) as trainer:
         trainer.fit()
         return {"weights": weights(trainer.model), "norms": trainer.norms}
 
@@ -112,20 +123,9 @@ def train(case: Case) -> dict[str, Any]:
 def by_hand(case: Case) -> dict[str, Any]:
     model = Branches()
     fill(model)
-    optimizer, norms, data = adamw(model), [], Samples(LENGTH)
-    parts = list(zip(data.x.split(SIZE), data.y.split(SIZE), torch.arange(LENGTH).split(SIZE), strict=True))
-    size = 2 * case.accumulation
-    for _ in range(2):
-        for first in range(0, len(parts), size):
-            window = parts[first : first + size]
-            total = sum(count_of(batch, case.weighted) for batch in window)
-            for batch in window:
-                loss = mse_loss(model(batch[0], case.kind, number_of(batch)), batch[1])
-                (loss * count_of(batch, case.weighted) / total).backward()
-            gradients = [p.grad for p in model.parameters() if p.grad is not None]
-            norms.append(torch.sqrt(sum(gradient.square().sum() for gradient in gradients)).item())
-            optimizer.step()
-            optimizer.zero_grad()
+    weight_of = count_of if case.weighted else lambda batch: 1
+    epochs = 2 * windows(LENGTH, SIZE, 2 * case.accumulation)
+    norms = train_by_hand(model, adamw(model), epochs, partial(loss_of, case.kind), weight_of=weight_of)
     return {"weights": weights(model), "norms": norms}
 
 
@@ -149,18 +149,14 @@ def test_a_parameter_that_some_ranks_use_is_trained_as_in_one_process() -> None:
         expected = by_hand(case)
         for found in ranks:
             assert found["norms"] == pytest.approx(expected["norms"], rel=1e-11), case
-            for name, value in expected["weights"].items():
-                torch.testing.assert_close(found["weights"][name], value, rtol=1e-10, atol=1e-12, msg=f"{case}: {name}")
+            torch.testing.assert_close(
+                found["weights"], expected["weights"], rtol=1e-10, atol=1e-12, msg=f"{case}: {{}}".format
+            )
 
 
 def refused() -> tuple[str, dict[str, Tensor]]:
-    trainer = ShardedUneven(make_config(n_epochs=1, fsdp=BY_BLOCKS), Case("blocks", "fsdp"))
-    try:
-        start(trainer._runtime)
-        trainer._train()
-    except StepError as error:
-        return str(error), weights(trainer.model)
-    return "", {}
+    trainer = made(Case("blocks", "fsdp"), make_config(n_epochs=1, fsdp=BY_BLOCKS), is_sharded=True)
+    return error_of(trainer), weights(trainer.model)
 
 
 @pytest.mark.pitfall(69)
@@ -169,7 +165,7 @@ def test_a_sharded_block_that_only_other_ranks_ran_is_refused_by_name() -> None:
     fill(model)
     for rank, (message, found) in enumerate(run_world(refused, 2)):
         assert re.search(rf"the block of model\.blocks\.\d\.0\.weight in this window, and rank {rank} did not", message)
-        assert all(torch.equal(found[name], value) for name, value in weights(model).items())
+        assert same_bits(found, weights(model))
 
 
 class Heads(nn.Module):
@@ -193,22 +189,12 @@ class Heads(nn.Module):
         return [head(x) for head in self.heads][task]
 
 
-class Tasks(dt.BaseTrainer, dt.SetupMixin, dt.FSDPMixin, dt.CheckpointMixin):
+class Tasks(Sharded, dt.CheckpointMixin):
     how = ""
+    make_model = Heads
 
-    def configure_models(self) -> None:
-        self.model = Heads()
-
-    def configure_optimizers(self) -> None:
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
-
-    def configure_dataloaders(self) -> tuple[Any, None]:
-        return DistributedDataLoader(Samples(8), SIZE), None
-
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        self.backward(self.model(batch[0], self.how, self.world.rank).square().mean())
-        self.step(self.model, self.optimizer)
-        return {}
+    def loss_of(self, batch: Batch) -> Tensor:
+        return self.model(batch[0], self.how, self.world.rank).square().mean()
 
 
 def run_tasks(how: str, saves: bool) -> tuple[str, int]:
@@ -216,14 +202,9 @@ def run_tasks(how: str, saves: bool) -> tuple[str, int]:
     config.checkpoint_parameters = dt.CheckpointParameters(
         save_every_n_steps=1 if saves else None, save_every_n_epochs=None, save_at_end=False, async_save=False
     )
-    trainer = Tasks(config)
+    trainer = Tasks(config, DistributedDataLoader(Samples(8), SIZE))
     trainer.how = how
-    try:
-        start(trainer._runtime)
-        trainer._train()
-    except StepError as error:
-        return str(error), len(trainer.checkpoints())
-    return "nothing was said", len(trainer.checkpoints())
+    return error_of(trainer), len(trainer.checkpoints())
 
 
 @pytest.mark.pitfall(69)

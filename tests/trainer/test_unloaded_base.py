@@ -11,12 +11,11 @@ import torch.nn as nn
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import dream_trainer as dt
-from tests.trainer.small import fit, run_config
+from tests.trainer.small import Built, fit, run_config, told
 from tests.worlds import run_world
 
 WIDTH = 8
@@ -26,8 +25,10 @@ def body() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
 
 
-class Probe(dt.DreamTrainer):
+class Probe(Built, dt.DreamTrainer):
     """A head on a frozen body that is as the seed drew it."""
+
+    init_weights = dt.DreamTrainer.init_weights
 
     def configure_models(self) -> None:
         self.model = nn.Sequential(body().requires_grad_(False), nn.Linear(WIDTH, 1))
@@ -39,12 +40,6 @@ class Probe(dt.DreamTrainer):
     def configure_dataloaders(self) -> tuple[Any, None]:
         return DataLoader(TensorDataset(torch.ones(8, WIDTH), torch.ones(8, 1)), 4), None
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
-        loss = mse_loss(self.model(batch[0]), batch[1])
-        self.backward(loss)
-        self.step(self.model, self.optimizer)
-        return {"loss": loss}
-
 
 class Llama(Probe):
     sizes = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
@@ -53,11 +48,9 @@ class Llama(Probe):
         base = AutoModelForCausalLM.from_config(self.sizes)
         self.model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=1, target_modules=["q_proj"]))
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
+    def loss_of(self, batch: Any) -> Tensor:
         rows = batch[0].long()
-        self.backward(self.model(input_ids=rows, labels=rows).loss)
-        self.step(self.model, self.optimizer)
-        return {}
+        return self.model(input_ids=rows, labels=rows).loss
 
 
 class FromPretrained(Llama):
@@ -156,14 +149,9 @@ def test_init_from_and_a_resume_load_it_too(warned: Callable[..., list[str]]) ->
 
 
 def train_on_ranks() -> list[str]:
-    import logging
-
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dream_trainer").addHandler(handler)
-    for kind in (Probe, Loaded):
-        fit(kind(config(kind.__name__)))
+    with told() as said:
+        for kind in (Probe, Loaded):
+            fit(kind(config(kind.__name__)))
     return [line for line in said if "random initial values" in line]
 
 

@@ -113,7 +113,7 @@ RETAINED: dict[str, Any] = {"save_every_n_steps": 1, "keep_last": 2, "keep_best"
 
 
 @pytest.mark.pitfall(30)
-@pytest.mark.parametrize("stops", [(), (3,), (2, 4), (1, 2, 3, 4, 5)], ids=str)
+@pytest.mark.parametrize("stops", [(), (2, 4), (1, 2, 3, 4, 5)], ids=str)
 def test_the_best_and_the_last_two_stay_wherever_the_run_was_interrupted(stops: tuple[int, ...]) -> None:
     script = (5.0, 1.0, 4.0, NAN, 3.0, 2.0)
     for stop in (*stops, None):
@@ -174,16 +174,11 @@ def acts(place: str, at: int, action: Callable[[Any], object], **checkpoint: Any
     )
 
 
-def signal_usr1(trainer: Any) -> None:
-    os.kill(os.getpid(), signal.SIGUSR1)
-
-
-def request(trainer: Any) -> None:
-    trainer.request_save()
-
-
-def save(trainer: Any) -> None:
-    trainer.save_checkpoint()
+ASKS: dict[str, Callable[[Any], object]] = {
+    "signal": lambda trainer: os.kill(os.getpid(), signal.SIGUSR1),
+    "request": lambda trainer: trainer.request_save(),
+    "save": lambda trainer: trainer.save_checkpoint(),
+}
 
 
 def fail(trainer: Any) -> None:
@@ -200,20 +195,20 @@ def straight() -> saves.Saves:
 
 @pytest.mark.pitfall(6)
 @pytest.mark.parametrize(
-    ("place", "at", "action", "saved"),
+    ("place", "at", "asks", "saved"),
     [
-        ("training_step", 2, signal_usr1, 3),
-        ("post_train_step", 3, request, 3),
-        ("validation_step", 3, signal_usr1, 3),
-        ("post_val_epoch", 3, request, 3),
-        *(("post_train_step", step, save, step) for step in (3, 6)),  # which know of what comes after them
-        *(("post_val_epoch", 6, save, 6), ("post_epoch", 6, save, 6)),
+        ("training_step", 2, "signal", 3),
+        ("post_train_step", 3, "request", 3),
+        ("validation_step", 3, "signal", 3),
+        ("post_val_epoch", 3, "request", 3),
+        *(("post_train_step", step, "save", step) for step in (3, 6)),  # which know of what comes after them
+        *(("post_val_epoch", 6, "save", 6), ("post_epoch", 6, "save", 6)),
     ],
 )
 def test_a_save_asked_for_anywhere_is_made_at_that_step_and_the_run_goes_on(
-    place: str, at: int, action: Any, saved: int, straight: saves.Saves
+    place: str, at: int, asks: str, saved: int, straight: saves.Saves
 ) -> None:
-    trainer = saves.fit(acts(place, at, action, **saves.NOTHING))
+    trainer = saves.fit(acts(place, at, ASKS[asks], **saves.NOTHING))
     assert set(trainer.saved) == set(saves.steps_of(trainer)) == {saved}
     saves.assert_as(straight, trainer)
     resumed = saves.run(training=saves.VALIDATING, callbacks=[saves.Validated()], **saves.NOTHING)

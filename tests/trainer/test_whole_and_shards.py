@@ -10,9 +10,9 @@ import torch.nn as nn
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
-from tests.api import DistributedDataLoader, StepError, start
+from tests.api import DistributedDataLoader
 from tests.trainer.arithmetic import full
-from tests.trainer.small import Samples, Sharded, make_config, weights
+from tests.trainer.small import Samples, Sharded, error_of, make_config, weights
 from tests.worlds import run_world
 
 LENGTH, GLOBAL = 24, 4
@@ -140,10 +140,7 @@ def test_shards_and_whole_parameters_are_never_apart(tmp_path: Path) -> None:
 def refused() -> str:
     trainer = Trained(make_config(n_epochs=1), DistributedDataLoader(Samples(LENGTH), 2))
     trainer.kind = "an optimizer's objects"
-    start(trainer._runtime)
-    with pytest.raises(StepError) as error:
-        trainer._train()
-    return str(error.value)
+    return error_of(trainer)
 
 
 def test_an_optimizer_that_would_write_beside_the_shards_is_refused_on_all_ranks() -> None:

@@ -1,4 +1,4 @@
-"""What surrounds a step, on every kind of mesh: averages, metrics, best values, counters, exports, retries."""
+"""What surrounds a step, on every mesh: averages, metrics, best values, counters, exports, retries, attributes."""
 
 import os
 from dataclasses import replace
@@ -129,6 +129,54 @@ def test_what_surrounds_a_step_is_one_processs_on_every_mesh(n_ranks: int, cases
                 assert value == numbers(expected[name]), (case, name)
         for file in ("weights", "ema"):
             ours, theirs = (load_file(tmp_path / way / f"{number}/{file}.safetensors") for way in ("ranks", "alone"))
-            assert ours.keys() == theirs.keys()
-            for name, weight in theirs.items():
-                torch.testing.assert_close(ours[name], weight, rtol=1e-9, atol=1e-9, msg=f"{case}: {name}")
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9, msg=f"{case}: {{}}".format)
+
+
+MARKED = [
+    Case(tp=2, steps=1),
+    Case(cp=2, steps=1, shard="auto"),
+    Case(pp=2, steps=1),
+    Case(dp=2, ep=2, experts=True, steps=1),
+]
+
+
+class Marked(Trained):
+    """Decays what is not marked, as models with a `no_weight_decay` of their own do."""
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        for name, parameter in self.model.named_parameters():
+            vars(parameter).update(full_name=name, no_decay=parameter.ndim == 1)
+
+    def apply_tensor_parallel(self, mesh: Any) -> None:
+        super().apply_tensor_parallel(mesh)
+        for name, parameter in self.model.named_parameters():
+            if name == "head.bias":
+                vars(parameter)["no_decay"] = "by the plan"
+
+    def configure_optimizers(self) -> None:
+        super().configure_optimizers()
+        self.marks = {name: dict(vars(parameter)) for name, parameter in self.model.named_parameters()}
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+
+def marks(cases: list[Case]) -> list[dict[str, dict[str, Any]]]:
+    found = []
+    for case in cases:
+        with Marked(config_of(case)) as trainer:
+            trainer.fit()
+            found.append(trainer.marks)
+    return found
+
+
+def test_attributes_of_parameters_are_those_of_configure_models() -> None:
+    ((alone,),) = run_world(marks, 1, [Case(steps=1)])
+    assert {mark["no_decay"] for mark in alone.values()} == {True, False}
+    for ranks in run_world(marks, 2, MARKED):
+        for case, found in zip(MARKED, ranks, strict=True):
+            assert {mark["full_name"] for mark in found.values()} == set(found), case
+            no_decay = {name: mark["no_decay"] for name, mark in found.items()}
+            if case.tp == 2:
+                assert no_decay.pop("head.bias") == "by the plan"
+            if not case.experts:
+                assert no_decay.items() <= {name: mark["no_decay"] for name, mark in alone.items()}.items(), case

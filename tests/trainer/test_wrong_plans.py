@@ -20,8 +20,9 @@ from torch.distributed.tensor.parallel import (
 
 from tests.api import HookError, StepError, start
 from tests.trainer import mixtures, sequences, stages
-from tests.trainer.arithmetic import full
+from tests.trainer.arithmetic import same_bits
 from tests.trainer.sequences import WIDTH
+from tests.trainer.small import weights
 from tests.worlds import run_world
 
 
@@ -159,26 +160,19 @@ def last(place: str) -> str:
 
 CANNOT = r"stage 1 of 2 of Ends \(blocks.2, blocks.3, .*\) cannot run: "
 LAYERS, SEQUENCES, PIPELINE = sequences.Case(tp=2), sequences.Case(2), stages.Case(2)
+BLOCK, OF_STAGE = first("self.model.blocks.0"), first("self.model.blocks.2")
 WRONG: dict[str, tuple[type[Any], Any, str]] = {
-    "heads by the config": (Split, LAYERS, first("self.model.blocks.0")),
+    "heads by the config": (Split, LAYERS, BLOCK),
     "beside large logits": (HasLargeLogits, LAYERS, first("the output of self.model")),
-    "a norm over heads": (
-        splits(lambda y: nn.functional.rms_norm(y, y.shape[-1:])),
-        LAYERS,
-        first("self.model.blocks.0"),
-    ),
-    "columns by their number": (splits(lambda y: y * (y.argsort(-1) > 2)), LAYERS, first("self.model.blocks.0")),
-    "one matrix for three": (
-        splits(lambda y: torch.cat(y.chunk(2, -1)[::-1], -1)),
-        LAYERS,
-        first("self.model.blocks.0"),
-    ),
-    "a part of a sum": (LeavesASumOut, LAYERS, first("self.model.blocks.0")),
+    "a norm over heads": (splits(lambda y: nn.functional.rms_norm(y, y.shape[-1:])), LAYERS, BLOCK),
+    "columns by their number": (splits(lambda y: y * (y.argsort(-1) > 2)), LAYERS, BLOCK),
+    "one matrix for three": (splits(lambda y: torch.cat(y.chunk(2, -1)[::-1], -1)), LAYERS, BLOCK),
+    "a part of a sum": (LeavesASumOut, LAYERS, BLOCK),
     "a norm of parts": (NormsParts, LAYERS, last("self.model.blocks.1.norm")),
     "a tie that is gone": (Unties, SEQUENCES, last("self.model.embedding.weight")),
-    "experts of this rank": (CountsExperts, mixtures.Case(2, ep=2), first("self.model.blocks.0")),
-    "a factor of each stage": (in_stages(lambda self, x: x * 2), PIPELINE, first("self.model.blocks.2")),
-    "a sum that begins anew": (in_stages(lambda self, x: x + x.cumsum(1)), PIPELINE, first("self.model.blocks.2")),
+    "experts of this rank": (CountsExperts, mixtures.Case(2, ep=2), BLOCK),
+    "a factor of each stage": (in_stages(lambda self, x: x * 2), PIPELINE, OF_STAGE),
+    "a sum that begins anew": (in_stages(lambda self, x: x + x.cumsum(1)), PIPELINE, OF_STAGE),
     "no gradient crosses": (
         in_stages(lambda self, x: x if self.head is not None else x.detach() + 0 * x),
         PIPELINE,
@@ -217,10 +211,10 @@ def first_errors(names: list[str]) -> dict[str, str]:
         kind, case, _ = WRONG[name]
         trainer = kind(configs[type(case)](case))
         start(trainer._runtime)
-        before = [(p, full(p.detach()).clone()) for p in trainer.model.parameters()]
+        before = weights(trainer.model)
         with pytest.raises((StepError, HookError)) as error:
             trainer._train()
-        assert all(torch.equal(full(parameter.detach()), value) for parameter, value in before), name
+        assert same_bits(weights(trainer.model), before), name
         found[name] = str(error.value)
     return found
 
