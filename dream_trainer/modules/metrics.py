@@ -23,6 +23,12 @@ class _List(NamedTuple):
     shape: tuple[int, ...]  # of that entry
 
 
+def is_metric(value: Any) -> bool:
+    """Whether `value` is a torchmetrics object, without importing torchmetrics."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(value, torchmetrics.Metric | torchmetrics.MetricCollection)
+
+
 def parts(metric: Any) -> list[Any]:
     """The metrics in a metric or collection, wrapped ones too; of a single one itself."""
     return [part for part in metric.modules() if isinstance(part, sys.modules["torchmetrics"].Metric)]
@@ -48,9 +54,7 @@ class MetricStates:
 
     def __init__(self, metrics: Sequence[Any]) -> None:
         self._metrics = metrics
-        torchmetrics = sys.modules["torchmetrics"]
-        kinds = (torchmetrics.Metric, torchmetrics.MetricCollection)
-        self._owners = [module for metric in metrics for module in metric.modules() if isinstance(module, kinds)]
+        self._owners = [module for metric in metrics for module in metric.modules() if is_metric(module)]
         self._states = copied([_attributes(module) for module in self._owners], metrics)
 
     def put_back(self) -> None:

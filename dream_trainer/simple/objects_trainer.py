@@ -25,13 +25,13 @@ from dream_trainer.errors import ConfigError, DataError, HookError
 from dream_trainer.events.callback import Callback
 from dream_trainer.loggers.buffer import MetricBuffer
 from dream_trainer.loggers.formatting import format_metrics, format_number
+from dream_trainer.modules.metrics import is_metric
 from dream_trainer.nested import map_tensors
 from dream_trainer.optim.learning_rates import ScheduleParameters, build_schedules
 from dream_trainer.optim.optimizers import OptimizerParameters, build_optimizers
 from dream_trainer.screen import show
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.dream import DreamTrainer
-from dream_trainer.trainer.registry import is_metric
 
 Step = Callable[[nn.Module, Any], Tensor | Mapping[str, Any]]
 LossFunction = Callable[[Any, Any], Tensor]

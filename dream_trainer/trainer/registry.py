@@ -14,14 +14,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dream_trainer.errors import HookError, StepError
+from dream_trainer.modules.metrics import is_metric
 
 Scheduler = LRScheduler | ReduceLROnPlateau
-
-
-def is_metric(value: Any) -> bool:
-    """Whether `value` is a torchmetrics object, without importing torchmetrics."""
-    torchmetrics = sys.modules.get("torchmetrics")
-    return torchmetrics is not None and isinstance(value, torchmetrics.Metric | torchmetrics.MetricCollection)
 
 
 class Registry:

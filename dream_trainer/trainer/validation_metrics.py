@@ -16,8 +16,7 @@ import torch.nn as nn
 
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import HookError
-from dream_trainer.modules.metrics import computed, copied, updates
-from dream_trainer.trainer.registry import is_metric
+from dream_trainer.modules.metrics import computed, copied, is_metric, updates
 
 
 @dataclass(eq=False)
