@@ -10,7 +10,7 @@ import torch.nn as nn
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader, Mixture, Stage
-from tests.trainer.small import Config, run_config
+from tests.trainer.small import Built, Config, run_config
 
 GLOBAL_BATCH, STEPS = 8, 24
 SOURCES = {"code": range(500), "docs": range(1000, 1040), "talk": range(2000, 2020)}
@@ -28,7 +28,7 @@ class OtherWeights(dt.Callback):
             trainer.train_dataloader.dataset.set_weights({"docs": 1, "code": 1})
 
 
-class Mixed(dt.DreamTrainer):
+class Mixed(Built, dt.DreamTrainer):
     """Notes its samples in a file of each rank. With `dies_after` it is killed after that step, with `raises_after` it
     raises."""
 
@@ -36,8 +36,7 @@ class Mixed(dt.DreamTrainer):
         super().__init__(config)
         self.options = options
 
-    def configure_models(self) -> None:
-        self.model = nn.Linear(1, 1)
+    make_model = staticmethod(lambda: nn.Linear(1, 1))
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
         mixture = Mixture(
@@ -53,13 +52,10 @@ class Mixed(dt.DreamTrainer):
         size = GLOBAL_BATCH // (self.world.dp_size * self.config.training_parameters.gradient_accumulation_steps)
         return DistributedDataLoader(mixture, size, **workers), None
 
-    def configure_optimizers(self) -> None:
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-9)
-
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> dict[str, Any]:
         with open(f"samples_{self.world.rank}.txt", "a") as file:
             file.write(f"{self.global_step} {batch.tolist()}\n")
-        self.backward(self.model(batch.float()[:, None]).mean())
+        self.backward(1e-9 * self.model(batch.float()[:, None]).mean())
         self.step(self.model, self.optimizer)
         return {}
 
