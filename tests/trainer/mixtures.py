@@ -1,6 +1,6 @@
 """A small model with mixtures of experts, trained by Dream Trainer on any mesh, and by a loop written by hand."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import dream_trainer as dt
 from tests.api import DistributedDataLoader, MoE
 from tests.trainer.arithmetic import full, step_by_hand
 from tests.trainer.meshes import count, mean_loss
-from tests.trainer.small import run_config
+from tests.trainer.small import CaseConfig as Config, Noting, run_config
 
 VOCABULARY, WIDTH, HIDDEN, LENGTH, STEPS, BATCH = 13, 8, 12, 8, 10, 8
 RATE = 0.02
@@ -117,13 +117,7 @@ def split_dense_layers(model: Model, mesh: DeviceMesh, *, in_sequence: bool, who
         parallelize_module(block, mesh, plan)
 
 
-@dataclass(kw_only=True)
-class Config(dt.DreamTrainerConfig):
-    case: Case = field(default_factory=Case)
-
-
-class Trained(dt.DreamTrainer):
-    config: Config
+class Trained(Noting):
     loaded: dict[str, Tensor] | None = None
 
     def configure_models(self) -> None:
@@ -140,8 +134,6 @@ class Trained(dt.DreamTrainer):
     def configure_optimizers(self) -> None:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=self.config.case.fused)
         self.initial = state_of(self.model)
-        self.norms: list[float] = []
-        self.logged: dict[int, dict[str, float]] = {}
 
     def apply_tensor_parallel(self, mesh: DeviceMesh) -> None:
         split_dense_layers(self.model, mesh, in_sequence=self.config.case.sequence)
@@ -162,9 +154,6 @@ class Trained(dt.DreamTrainer):
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         return self.model(batch[0])
-
-    def on_log(self, metrics: dict[str, float], step: int) -> None:
-        self.logged.setdefault(step, {}).update(metrics)
 
     def on_load(self, path: Any) -> None:
         self.loaded = everything(self)

@@ -1,6 +1,6 @@
 """A small model of sequences, trained by Dream Trainer on ranks that share them, and by a loop written by hand."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import dream_trainer as dt
 from tests.api import DistributedDataLoader, packed_attention, packed_attention_mask
 from tests.trainer.arithmetic import fill, step_by_hand
 from tests.trainer.meshes import count, mean_loss
-from tests.trainer.small import run_config
+from tests.trainer.small import CaseConfig as Config, Noting, run_config
 
 VOCABULARY, WIDTH, HEAD, LENGTH, STEPS = 13, 16, 4, 16, 5
 
@@ -124,14 +124,7 @@ def loss_of(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> tuple[Ten
     return mean_loss(scores, batch["labels"]), count(batch["labels"])
 
 
-@dataclass(kw_only=True)
-class Config(dt.DreamTrainerConfig):
-    case: Case = field(default_factory=Case)
-
-
-class Trained(dt.DreamTrainer):
-    config: Config
-
+class Trained(Noting):
     def configure_models(self) -> None:
         self.model = Model(self.config.case)
 
@@ -153,11 +146,6 @@ class Trained(dt.DreamTrainer):
 
     def configure_optimizers(self) -> None:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
-        self.norms: list[float] = []
-        self.logged: dict[int, dict[str, float]] = {}
-
-    def on_log(self, metrics: dict[str, float], step: int) -> None:
-        self.logged.setdefault(step, {}).update(metrics)
 
     def cut_batch(self, batch: dict[str, Tensor], cut: Any) -> dict[str, Tensor]:
         return {name: cut(tensor) for name, tensor in with_positions(batch).items()}

@@ -4,6 +4,7 @@ samples, weights and moments at any."""
 import os
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import dream_trainer as dt
+from tests.trainer.arithmetic import same_bits
 from tests.trainer.resumable import (
     EPOCHS,
     LAST_STEP,
@@ -24,11 +26,9 @@ from tests.trainer.resumable import (
 from tests.worlds import run_world
 
 STOPS: dict[str, Sequence[int]] = {
-    "once": [3],
     "at every kind of step": [1, 3, STEPS_PER_EPOCH - 1, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 1, LAST_STEP],
     "at every step": range(1, LAST_STEP),
 }
-AT_TWO = {"samples": 93}
 SPANNING = ("at every kind of step",)  # the others run only with --all
 CASES = [pytest.param(name, marks=[] if name in SPANNING else pytest.mark.slow) for name in STOPS]
 
@@ -50,14 +50,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory, plans: dict[str, Sequence
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory, plans: dict[str, Sequence[int]]) -> list[dict[str, Any]]:
     """The plans at 2 ranks under FSDP, each part in a process group of its own; a result of each rank."""
-    directory = tmp_path_factory.mktemp("two")
-    results = run_world(run_plans_and_leave_one, 2, str(directory), plans)
-    return [result | {"directory": directory} for result in results]
-
-
-def run_plans_and_leave_one(directory: str, plans: dict[str, Sequence[int]]) -> dict[str, Any]:
-    found = run_plans(directory, plans, {"own": AT_TWO})
-    return found | {"left": train(make_config("left", own=AT_TWO), 4)}
+    return run_world(run_plans, 2, str(tmp_path_factory.mktemp("two")), plans, {"own": {"samples": 93}})
 
 
 def test_the_straight_run_exercises_what_it_should(one_rank: dict[str, Any]) -> None:
@@ -166,20 +159,6 @@ def test_live_state_and_unequal_data_of_ranks_resume_bit_for_bit(tmp_path: Path)
     assert ranks[0]["straight"]["record"][0]["ids"] != ranks[1]["straight"]["record"][0]["ids"]
 
 
-def resume_left(directory: str) -> dict[str, Any]:
-    os.chdir(directory)
-    return train(make_config("left", own=AT_TWO))
-
-
-@pytest.mark.pitfall(33)
-def test_new_processes_go_on_where_others_ended(two_ranks: list[dict[str, Any]]) -> None:
-    after = run_world(resume_left, 2, str(two_ranks[0]["directory"]))
-    for rank, rest in zip(two_ranks, after, strict=True):
-        whole = rest | {"record": rank["left"]["record"] + rest["record"]}
-        assert len(rest["record"]) == LAST_STEP - 4
-        assert differences(whole, rank["straight"]) == []
-
-
 GLOBAL_BATCH = 8
 RESHAPED: dict[str, Any] = {
     "gradient_accumulation_steps": 1,
@@ -189,24 +168,16 @@ RESHAPED: dict[str, Any] = {
 }
 
 
-def at_another_size(directory: str, steps: Sequence[int]) -> list[dict[str, Any]]:
-    results = []
-    for step in steps:
-        os.chdir(Path(directory) / f"at {step}")
-        results.append(train(make_config("run", **RESHAPED)))
-    return results
-
-
-def saved_at_two(directory: str, steps: Sequence[int]) -> list[dict[str, Any]]:
-    """Stops at each step in a directory of its own; the last result is of the straight run."""
+def train_in_each(directory: str, steps: Sequence[int], *, stops: bool) -> list[dict[str, Any]]:
+    """Goes on in a directory of each step, or stops at it there, after which the last result is of the straight run."""
     results = []
     for step in steps:
         path = Path(directory) / f"at {step}"
         path.mkdir(exist_ok=True)
         os.chdir(path)
-        results.append(train(make_config("run", **RESHAPED), step))
+        results.append(train(make_config("run", **RESHAPED), step if stops else None))
     os.chdir(directory)
-    return [*results, train(make_config("straight", **RESHAPED))]
+    return [*results, train(make_config("straight", **RESHAPED))] if stops else results
 
 
 def global_order(ranks: Sequence[dict[str, Any]]) -> dict[int, list[int]]:
@@ -231,11 +202,12 @@ def mean_losses(ranks: Sequence[dict[str, Any]]) -> dict[int, float]:
 @pytest.mark.pitfall(34)
 def test_saved_at_two_ranks_resumes_at_one_and_at_four(tmp_path: Path) -> None:
     steps = [3, 5]  # in the middle of an epoch, and at the end of one
-    *saved, straight = zip(*run_world(saved_at_two, 2, str(tmp_path), steps), strict=True)
+    *saved, straight = zip(*run_world(partial(train_in_each, stops=True), 2, str(tmp_path), steps), strict=True)
     for step in steps:
         shutil.copytree(tmp_path / f"at {step}", tmp_path / "one" / f"at {step}")
-    one = [[result] for result in at_another_size(str(tmp_path / "one"), steps)]
-    four = list(zip(*run_world(at_another_size, 4, str(tmp_path), steps), strict=True))
+    going_on = partial(train_in_each, steps=steps, stops=False)
+    one = [[result] for result in going_on(str(tmp_path / "one"))]
+    four = list(zip(*run_world(going_on, 4, str(tmp_path)), strict=True))
     order, losses = global_order(straight), mean_losses(straight)
     assert list(order) == list(range(1, 11))
     for index, step in enumerate(steps):
@@ -246,8 +218,6 @@ def test_saved_at_two_ranks_resumes_at_one_and_at_four(tmp_path: Path) -> None:
             assert global_order(ranks) == later
             assert mean_losses(ranks) == pytest.approx({n: losses[n] for n in later}, rel=0, abs=1e-10)
             for rank in ranks:
-                assert rank["loaded"].keys() == written.keys()
-                assert all(torch.equal(rank["loaded"][name], value) for name, value in written.items())
-                for name, value in straight[0]["tensors"].items():
-                    torch.testing.assert_close(rank["tensors"][name], value, rtol=0, atol=1e-10)
+                assert same_bits(rank["loaded"], written)
+                torch.testing.assert_close(rank["tensors"], straight[0]["tensors"], rtol=0, atol=1e-10)
                 assert rank["progress"]["samples_seen"] == straight[0]["progress"]["samples_seen"]

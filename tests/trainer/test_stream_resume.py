@@ -15,35 +15,28 @@ import torch.nn as nn
 import dream_trainer as dt
 from tests.api import Map, Shuffle, StreamLoader
 from tests.data.lane_truth import GLOBAL_BATCH, KINDS, digest, identity, lengths, make_source, write_tar
-from tests.trainer.small import fit, run_config, run_ranks
+from tests.trainer.small import Built, fit, run_config, run_ranks
 from tests.worlds import run_world
 
 COUNTS = lengths(8, most=17)
 STEPS = 24
 
 
-class Streamed(dt.DreamTrainer):
+class Streamed(Built, dt.DreamTrainer):
     """Writes down the samples of each step, and may be killed in the middle of one."""
 
+    make_model = staticmethod(lambda: nn.Linear(1, 1))
+
     def __init__(self, config: Any, loader: StreamLoader, kill_in: int | None = None) -> None:
-        super().__init__(config)
-        self.loader, self.kill_in = loader, kill_in
+        super().__init__(config, loader)
+        self.kill_in = kill_in
         self.samples: list[list[int]] = []
-
-    def configure_models(self) -> None:
-        self.model = nn.Linear(1, 1)
-
-    def configure_dataloaders(self) -> Any:
-        return self.loader, None
-
-    def configure_optimizers(self) -> None:
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-9)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> dict[str, Any]:
         if self.global_step + 1 == self.kill_in:
             os.kill(os.getpid(), signal.SIGKILL)
         self.samples.append(batch.tolist())
-        loss = self.model(batch[:, None].float()).square().mean()
+        loss = 1e-9 * self.model(batch[:, None].float()).square().mean()
         self.backward(loss)
         if not self.is_accumulating_gradients:
             self.step(self.model, self.optimizer)
