@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -469,25 +468,6 @@ def gathered_dtype(parameter: torch.nn.Parameter) -> torch.dtype | None:
         return None
     weight: Any = local
     return cast("torch.dtype", weight._dtype)
-
-
-def reduce_in_own_groups(model: torch.nn.Module) -> list[ProcessGroup]:
-    """Makes a sharded model reduce gradients in separate groups, which it returns; a collective."""
-    cast("FSDPModule", model).set_separate_reduce_scatter_group()
-    groups: dict[ProcessGroup, None] = {}
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            group = module._get_fsdp_state()._fsdp_param_group
-            if group is not None:
-                groups[group._reduce_scatter_process_group] = None
-    return list(groups)
-
-
-def gather_in_symmetric_memory(model: torch.nn.Module) -> None:
-    """Makes the sharded `model` gather into symmetric memory, from PyTorch 2.13 on."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_symm_mem_for_comm()
 
 
 def reduce_what_waits(

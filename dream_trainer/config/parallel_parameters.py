@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Literal
 
-import torch
-
 from dream_trainer.checks import check_between, check_names, check_pattern, refuse, spell
 from dream_trainer.compat.pytorch import EXPENSIVE_OPERATIONS, operation
 from dream_trainer.config.parameter_class import PositiveFloat, PositiveInt, parameters
@@ -25,30 +23,14 @@ class FSDPParameters:
     min_group_mib: Annotated[float, partial(check_between, low=0)] = 256
     """Models with fewer MiB of parameters are sharded as one group, which is gathered for whole steps: within a step
     their parameters are whole, plain tensors. Larger models are gathered block by block, as are all models with 0, and
-    with tensor, pipeline or expert parallelism, float8, `cpu_offload` or the options below."""
+    with tensor, pipeline or expert parallelism, float8 or `cpu_offload`."""
 
     reshard_after_forward: bool | int = True
     """Whether blocks free their gathered parameters after forward. True saves memory, False saves a second gather in
     backward, an int keeps them sharded over that many ranks of a host."""
 
-    separate_reduce_group: bool = False
-    """Whether gradients are reduced in a separate process group, so that on GPUs they do not wait for the all-gather of
-    parameters, nor it for them. It costs another communicator's memory. Needs PyTorch 2.13, which calls it
-    experimental."""
-
-    symmetric_memory: bool = False
-    """Whether gathered parameters lie in memory that GPUs read from each other, for NCCL's copy engines and symmetric
-    kernels (`FSDPModule.set_symm_mem_for_comm`). Needs PyTorch 2.13, which calls it experimental; raises an error on
-    devices without such memory."""
-
     def __post_init__(self) -> None:
-        newer = {"separate_reduce_group": self.separate_reduce_group, "symmetric_memory": self.symmetric_memory}
         value = self.reshard_after_forward
-        for name, is_on in newer.items():
-            refuse(
-                is_on and torch.__version__ < "2.13",
-                f"{name}=True needs PyTorch 2.13, and this is {torch.__version__}. Leave it out.",
-            )
         refuse(
             not isinstance(value, int) or (value < 2 and not isinstance(value, bool)),
             f"reshard_after_forward={value!r} is not understood. Use True, False or an integer above 1.",

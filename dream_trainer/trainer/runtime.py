@@ -165,7 +165,6 @@ def is_whole_in_steps(runtime: Runtime, model: nn.Module) -> bool:
     config: Any = runtime.config  # which has the field that FSDPMixin asks for
     devices, parameters = config.device_parameters, config.fsdp_parameters
     is_plain = not any(isinstance(axis, MeshParallelism) for axis in runtime.parallel.active_axes(config))
-    asks_for_blocks = parameters.separate_reduce_group or parameters.symmetric_memory or devices.cpu_offload
     is_by_hand = not all(is_ours(part) for part in definers(type(runtime.hooks), "apply_fully_shard"))
     is_small = shardable_bytes(model) < parameters.min_group_mib * 2**20
-    return is_plain and not asks_for_blocks and devices.float8 == "none" and not is_by_hand and is_small
+    return is_plain and not devices.cpu_offload and devices.float8 == "none" and not is_by_hand and is_small

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 
 import dream_trainer as dt
 from tests.api import ConfigError
@@ -17,13 +16,6 @@ def test_a_schedule_of_several_stages_and_an_optimizers_groups_are_checked() -> 
         dt.OptimizerParameters(name="muon", groups=dt.GroupParameters(pattern="head", lr_scale=2))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="traning_parameters.*training_parameters"):
         run_config(traning_parameters=None)
-
-
-@pytest.mark.parametrize("name", ["separate_reduce_group", "symmetric_memory"])
-def test_an_older_pytorch_is_told_of(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", "2.11.0")
-    with pytest.raises(ConfigError, match=f"{name}=True needs PyTorch 2.13, and this is 2.11.0"):
-        dt.FSDPParameters(**{name: True})
 
 
 def test_fields_are_changed_in_a_copy() -> None:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from torch import nn
-
-from dream_trainer.compat.async_collectives import why_memory_is_not_shared
 from dream_trainer.config.parallel_parameters import FSDPConfigMixin
-from dream_trainer.errors import ConfigError
 from dream_trainer.parallel.sharding import is_cut, shard_by_blocks
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.runtime import is_whole_in_steps
@@ -41,21 +37,3 @@ class FSDPMixin(AbstractTrainer):
                 continue
             blocks_of_model, is_part = self.model_blocks(model), runtime.parallel.gradients.is_part
             shard_by_blocks(model, blocks_of_model, blocks, config, is_cut=is_cut(model), is_part=is_part)
-            if self._runtime.config.fsdp_parameters.separate_reduce_group:
-                from dream_trainer.compat.fully_shard import reduce_in_own_groups
-
-                self.world.further_groups += reduce_in_own_groups(model)
-            if self._runtime.config.fsdp_parameters.symmetric_memory:
-                self._gather_in_symmetric_memory(model)
-
-    def _gather_in_symmetric_memory(self, model: nn.Module) -> None:
-        from dream_trainer.compat.fully_shard import gather_in_symmetric_memory
-
-        mesh = self.world.parameter_mesh
-        assert mesh is not None  # models are sharded over it
-        if (why_not := why_memory_is_not_shared(mesh["dp_shard"].get_group(), self.world.device)) is not None:
-            raise ConfigError(
-                f"fsdp_parameters.symmetric_memory=True: {why_not}. It needs GPUs that read each other's memory, as "
-                "those that NVLink connects do. Use False elsewhere."
-            )
-        gather_in_symmetric_memory(model)
