@@ -40,7 +40,6 @@ if TYPE_CHECKING:
         DeviceParameters as DeviceParameters,
         SetupConfigMixin as SetupConfigMixin,
     )
-    from dream_trainer.config.dream_trainer_config import DreamTrainerConfig as DreamTrainerConfig
     from dream_trainer.config.logger_parameters import (
         LoggerConfigMixin as LoggerConfigMixin,
         LoggerParameters as LoggerParameters,
@@ -66,7 +65,10 @@ if TYPE_CHECKING:
         TensorParallelConfigMixin as TensorParallelConfigMixin,
         TensorParallelParameters as TensorParallelParameters,
     )
-    from dream_trainer.config.trainer_config import BaseTrainerConfig as BaseTrainerConfig
+    from dream_trainer.config.trainer_config import (
+        BaseTrainerConfig as BaseTrainerConfig,
+        DreamTrainerConfig as DreamTrainerConfig,
+    )
     from dream_trainer.config.training_parameters import (
         EvalConfigMixin as EvalConfigMixin,
         EvalParameters as EvalParameters,

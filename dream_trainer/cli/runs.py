@@ -125,7 +125,7 @@ def _cells(run: ListedRun) -> dict[str, str]:
 
 def differing(runs: Sequence[ListedRun]) -> list[str]:
     """The fields that differ between the configs of the runs: the script's own first, then those of training."""
-    from dream_trainer.config.dream_trainer_config import DreamTrainerConfig
+    from dream_trainer.config.trainer_config import DreamTrainerConfig
     from dream_trainer.trainer.run_record import BRANCH, config_fields
 
     known = [config_fields(run.config, run.record) for run in runs if run.config]

@@ -1,4 +1,4 @@
-"""The config every trainer has, and the check its constructor makes of it."""
+"""The config every trainer has, the check its constructor makes of it, and the config of DreamTrainer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from weakref import WeakSet
 
 from dream_trainer.checks import check_directory, check_instance, refuse
-from dream_trainer.config.device_parameters import DeviceParameters
+from dream_trainer.config.checkpoint_parameters import CheckpointConfigMixin
+from dream_trainer.config.device_parameters import DeviceParameters, SetupConfigMixin
+from dream_trainer.config.logger_parameters import LoggerConfigMixin
+from dream_trainer.config.parallel_parameters import (
+    ActivationCheckpointingConfigMixin,
+    CompileConfigMixin,
+    ContextParallelConfigMixin,
+    Float8ConfigMixin,
+    FSDPConfigMixin,
+    PipelineParallelConfigMixin,
+    TensorParallelConfigMixin,
+)
 from dream_trainer.config.parameter_class import (
     Directory,
     NonNegativeInt,
@@ -21,7 +32,7 @@ from dream_trainer.config.parameter_class import (
     own_annotations,
     refuse_unknown_fields,
 )
-from dream_trainer.config.training_parameters import TrainingParameters
+from dream_trainer.config.training_parameters import EvalConfigMixin, TrainingParameters
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.collection import BaseCallback, CallbackCollection
 
@@ -190,3 +201,21 @@ def _check_name(name: str, value: object, *, hint: str) -> None:
 
 
 DirectoryName = Annotated[str, _check_name]
+
+
+@dataclass(kw_only=True)
+class DreamTrainerConfig(
+    BaseTrainerConfig,
+    SetupConfigMixin,
+    FSDPConfigMixin,
+    PipelineParallelConfigMixin,
+    ContextParallelConfigMixin,
+    TensorParallelConfigMixin,
+    Float8ConfigMixin,
+    ActivationCheckpointingConfigMixin,
+    CompileConfigMixin,
+    EvalConfigMixin,
+    CheckpointConfigMixin,
+    LoggerConfigMixin,
+):
+    """Config of DreamTrainer: the fields of all mixins."""

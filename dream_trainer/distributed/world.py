@@ -400,7 +400,8 @@ class World(Ranks):
                 "this rank closes its trainer and waits for other ranks, which have not. If it is the only one to do "
                 "so (`if trainer.is_main: trainer.close()`), have every rank close."
             )
-            if not job_store.all_arrive(f"{_launches.count}/leaving", self.world_size, seconds, waits_for=said):
+            have_all = job_store.all_arrive(f"{_launches.count}/leaving", self.world_size, seconds, waits_for=said)
+            if not have_all and timeout_seconds is not None:
                 raise RuntimeError(said)
             dist.barrier(group=self.cpu_group)
             if _launches.heartbeat is not None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from dream_trainer.config.dream_trainer_config import DreamTrainerConfig
+from dream_trainer.config.trainer_config import DreamTrainerConfig
 from dream_trainer.data import DistributedDataLoader
 from dream_trainer.optim import OptimizerParameters, ScheduleParameters, build_optimizers, build_schedules
 from dream_trainer.trainer.dream import DreamTrainer

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dream_trainer.config.dream_trainer_config import DreamTrainerConfig
+from dream_trainer.config.trainer_config import DreamTrainerConfig
 from dream_trainer.data import DistributedDataLoader, Mixture, PackedRows, TokenFile, packed_attention_mask
 from dream_trainer.optim import OptimizerParameters, ScheduleParameters, build_optimizers, build_schedules
 from dream_trainer.trainer.dream import DreamTrainer

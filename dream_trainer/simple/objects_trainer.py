@@ -20,7 +20,7 @@ from typing_extensions import override
 from dream_trainer.best_value import refuse_missing
 from dream_trainer.checks import check_choice, check_names
 from dream_trainer.compat.pytorch import has_values
-from dream_trainer.config.dream_trainer_config import DreamTrainerConfig
+from dream_trainer.config.trainer_config import DreamTrainerConfig
 from dream_trainer.errors import ConfigError, DataError, HookError
 from dream_trainer.events.callback import Callback
 from dream_trainer.loggers.buffer import MetricBuffer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from dream_trainer.config.dream_trainer_config import DreamTrainerConfig
+from dream_trainer.config.trainer_config import DreamTrainerConfig
 from dream_trainer.trainer.base import BaseTrainer
 from dream_trainer.trainer.mixins.activation_checkpointing import ActivationCheckpointingMixin
 from dream_trainer.trainer.mixins.checkpointing import CheckpointMixin

@@ -49,6 +49,7 @@ from dream_trainer.checkpoint.snapshot_writer import HostCopies
 from dream_trainer.checkpoint.store import load_tensors, read_rank, read_shared, tensor_metadata
 from dream_trainer.config.checkpoint_parameters import ALL_KEPT, BranchParameters
 from dream_trainer.config.serialize import to_dict
+from dream_trainer.data.foreign import EpochAware
 from dream_trainer.distributed.ranks import on_all_ranks
 from dream_trainer.distributed.seeds import hash_seed, random_state, seed_everything, set_random_state
 from dream_trainer.distributed.world import World
@@ -298,6 +299,16 @@ def _data_layout(mesh: dict[str, int]) -> tuple[int, ...]:
     return mesh["pp"], mesh["dp_replicate"] * mesh["dp_shard"], mesh["cp"], mesh["tp"]
 
 
+def _say_if_the_data_changed(runtime: Runtime) -> None:
+    """Between two passes it may; in the middle of one the stream refuses it."""
+    stream, before = runtime.data.stream, runtime.progress.data.length
+    if stream is None or stream.reader is None or not runtime.progress.is_pass_over:
+        return
+    dataset = stream.reader.loader.dataset
+    if before not in (None, stream.length) and not isinstance(dataset, EpochAware) and runtime.world.is_main:
+        logger.warning("the training dataset has %d samples, and had %d in the last pass.", stream.length, before)
+
+
 def _restore_metrics(runtime: Runtime, manifest: Manifest, *, same_layout: bool) -> None:
     """Metrics that training updates: each rank loads its own; at another layout those of former ranks are divided."""
     metrics, world = runtime.registry.metrics(), runtime.world
@@ -345,6 +356,7 @@ def _restore_rank(
         former_ranks = _every_nth_rank(manifest, manifest.mesh_shape["cp"] * manifest.mesh_shape["tp"])
         rank_state = stream.united([read_rank(path, rank)[0].get("data") for rank in former_ranks])
     runtime.data.feed.seek(progress.data, rank_state, is_pass_over=progress.is_pass_over, state=data)
+    _say_if_the_data_changed(runtime)
     # Last, so that nothing above draws from the generators.
     if same_device:
         set_random_state(state["random"], tensors, world.device)

@@ -68,6 +68,6 @@ def test_an_order_that_yields_too_little_is_an_error() -> None:
     with (
         mock.patch.object(RankBatchSampler, "_batches", short),
         mock.patch.object(WindowFeed, "take", counted),
-        pytest.raises(DataError, match="yielded 0 of the 1 batches of a window"),
+        pytest.raises(DataError, match="ended in a window, with 0 of 1 batches"),
     ):
         fit(Alone, n_epochs=1)
