@@ -277,13 +277,13 @@ def test_an_event_is_the_same_for_callbacks_and_the_trainer(event: str) -> None:
 
 # To be lowered as release 0.4 goes on; docs/baseline.md has where they are to end.
 MOST = {
-    "files of the package": 235,
-    "lines of the package": 47_771,
-    "lines of testing/ and planning/": 4_093,
-    "`raise` statements": 733,
+    "files of the package": 232,
+    "lines of the package": 46_175,
+    "lines of testing/ and planning/": 3_560,
+    "`raise` statements": 703,
     "modules under 60 lines": 16,
     "modules with one importer, in their folder": 11,
-    "modules in the largest folder": 23,
+    "modules in the largest folder": 22,
     "largest import cycle, types included": 3,
     "constructors that take a trainer": 0,
     "`trainer._x`": 0,
@@ -292,7 +292,7 @@ MOST = {
     "`WeakKeyDictionary` and `WeakTensorKeyDictionary`": 2,
     "`global` statements": 2,
     "files that import ctypes": 0,
-    "lines of tests": 59_110,
+    "lines of tests": 57_261,
 }
 
 
