@@ -173,6 +173,7 @@ def test_buffers_that_differ_are_named_once_by_a_validation_and_by_a_save() -> N
         assert 'in buffer_policies(), such as {"model.running": "mean"}' in line
 
 
+@pytest.mark.pitfall(80)
 @pytest.mark.pitfall(90)
 def test_buffers_are_joined_as_their_policies_say_and_the_export_is_what_was_validated() -> None:
     first, second = run_world(run_all, 2)
