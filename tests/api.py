@@ -50,8 +50,8 @@ _NAMES = {
     ),
     "dream_trainer.compat.pytorch": (
         "EXPENSIVE_OPERATIONS TCPStore ValueReads after_accumulation all_gather_flat changes_gradients gathered_twins "
-        "has_hooks in_backward keep_hooks local_tensor local_tensors name_of_operation operation reading_waits "
-        "set_group_timeout shard_dim without_hooks"
+        "forget_meshes has_hooks in_backward keep_hooks local_tensor local_tensors name_of_operation operation "
+        "reading_waits set_group_timeout shard_dim without_hooks"
     ),
     "dream_trainer.compat.touched_shards": "TouchableShards",
     "dream_trainer.config": "TrainingParameters from_dict to_dict",

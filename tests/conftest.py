@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tests import worlds
+from tests.api import forget_meshes
 from tests.late_norms import norms_are_read_late
 
 ROOT = Path(__file__).parent.parent
@@ -238,6 +239,16 @@ def process_group_is_destroyed() -> Iterator[None]:
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
         pytest.fail("the default process group was left initialised")
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    """A process group of this process alone, collected before a later test forks: a child that did it would hang."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    forget_meshes()
+    gc.collect()
 
 
 @pytest.fixture(autouse=True)

@@ -292,7 +292,7 @@ MOST = {
     "`WeakKeyDictionary` and `WeakTensorKeyDictionary`": 2,
     "`global` statements": 2,
     "files that import ctypes": 0,
-    "lines of tests": 57_262,
+    "lines of tests": 57_264,
 }
 
 

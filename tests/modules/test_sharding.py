@@ -1,10 +1,7 @@
 """What `frozen` and the default blocks do to models under `fully_shard`; a world of one process is enough."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -12,18 +9,16 @@ from torch.distributed.fsdp import fully_shard
 from tests.api import ConfigError, frozen, repeated_blocks, shard_by_blocks
 
 
-@pytest.fixture
-def sharded() -> Iterator[nn.Module]:
-    """A model of one `fully_shard` group in a process group of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def sharded_model() -> nn.Module:
+    """One `fully_shard` group in a process group of one rank."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    yield model
-    dist.destroy_process_group()
+    return model
 
 
 @pytest.mark.pitfall(58)
-def test_frozen_also_holds_for_parameters_that_an_evaluation_left_gathered(sharded: nn.Module) -> None:
+def test_frozen_also_holds_for_parameters_that_an_evaluation_left_gathered(group_of_one: None) -> None:
+    sharded = sharded_model()
     x = torch.ones(1, 2, requires_grad=True)
     with torch.no_grad():
         sharded(x)  # the root keeps its parameters gathered from here on
@@ -34,7 +29,8 @@ def test_frozen_also_holds_for_parameters_that_an_evaluation_left_gathered(shard
     assert [p.grad for p in sharded.parameters()] == [None] * 4
 
 
-def test_after_frozen_the_same_parameters_learn_again(sharded: nn.Module) -> None:
+def test_after_frozen_the_same_parameters_learn_again(group_of_one: None) -> None:
+    sharded = sharded_model()
     with frozen(sharded), torch.no_grad():
         sharded(torch.ones(1, 2))  # gathered, and left so
     sharded(torch.ones(1, 2)).sum().backward()
