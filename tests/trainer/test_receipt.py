@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
 from tests.api import PerRankLoader, Start, receipt
-from tests.trainer.small import Batch, batches, network, run_config, sgd
+from tests.trainer.small import BY_BLOCKS, Batch, batches, network, run_config, sgd
 from tests.worlds import run_world
 
 SCRIPT = """
@@ -146,7 +146,7 @@ class Waits(dt.DreamTrainer):
 
 def seconds_waited() -> float:
     devices = dt.DeviceParameters(device="cpu", dp_shard=2)
-    with Waits(run_config(device_parameters=devices)) as trainer:
+    with Waits(run_config(device_parameters=devices, fsdp_parameters=BY_BLOCKS)) as trainer:
         trainer.fit()
         return trainer._runtime.parallel.gradients.own_time.waited
 
