@@ -112,6 +112,7 @@ _NAMES = {
     "dream_trainer.loggers.records": "TrainingRecord Record Records",
     "dream_trainer.loggers.tensorboard": "TensorBoardLogger _record",
     "dream_trainer.loggers.trackers": "MLflowLogger WandbLogger",
+    "dream_trainer.meta.functions": "map_leaves",
     "dream_trainer.meta.initialise": "default_init",
     "dream_trainer.meta.realize": "Plan materialize remember",
     "dream_trainer.meta.tape": "Tape",

@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter as tree_iter, tree_map as tree_map
 from torch.utils.checkpoint import _StopRecomputationError
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from typing_extensions import TypeIs

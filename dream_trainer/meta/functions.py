@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter, tree_map
+
+from dream_trainer.compat.pytorch import tree_iter, tree_map
 
 # factories whose result holds no values yet
 EMPTY = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
@@ -83,10 +84,10 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
     def mapped(leaf: Any) -> Any:
         if isinstance(leaf, slice):
-            return slice(*(map_leaves(function, item) for item in (leaf.start, leaf.stop, leaf.step)))
+            return slice(*map_leaves(function, (leaf.start, leaf.stop, leaf.step)))
         return function(leaf)
 
-    return tree_map(mapped, value)
+    return tree_map(mapped, value, is_leaf=lambda part: isinstance(part, torch.Size))  # else it gets a plain tuple
 
 
 def split_move(

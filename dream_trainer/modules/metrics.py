@@ -85,9 +85,8 @@ def computed(name: str, metric: Any, world: Ranks) -> dict[str, Any]:
 def higher_is_better(metrics: Mapping[str, Any], name: str) -> bool | None:
     """`higher_is_better` of the metric behind a validation's value; None without a metric, or if it is not set."""
     for own, metric in metrics.items():
-        members = (
-            metric.items() if isinstance(metric, sys.modules["torchmetrics"].MetricCollection) else [(own, metric)]
-        )
+        collection = sys.modules["torchmetrics"].MetricCollection
+        members = metric.items() if isinstance(metric, collection) else [(own, metric)]
         for key, member in members:
             if name == key or name.endswith(f"/{key}"):
                 known: bool | None = member.higher_is_better

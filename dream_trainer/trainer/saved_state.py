@@ -302,10 +302,9 @@ def _data_layout(mesh: dict[str, int]) -> tuple[int, ...]:
 def _say_if_the_data_changed(runtime: Runtime) -> None:
     """Between two passes it may; in the middle of one the stream refuses it."""
     stream, before = runtime.data.stream, runtime.progress.data.length
-    if stream is None or stream.reader is None or not runtime.progress.is_pass_over:
+    if stream is None or stream.reader is None or not runtime.progress.is_pass_over or not runtime.world.is_main:
         return
-    dataset = stream.reader.loader.dataset
-    if before not in (None, stream.length) and not isinstance(dataset, EpochAware) and runtime.world.is_main:
+    if before not in (None, stream.length) and not isinstance(stream.reader.loader.dataset, EpochAware):
         logger.warning("the training dataset has %d samples, and had %d in the last pass.", stream.length, before)
 
 

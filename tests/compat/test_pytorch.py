@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dream_trainer.compat import pytorch
+from tests.api import map_leaves
 from tests.worlds import run_world
 
 
@@ -121,6 +122,7 @@ def flight_recorder_environment(directory: Path, **set_by_user: str) -> dict[str
 
 
 def test_the_flight_recorder_writes_where_it_is_told_unless_the_user_said_otherwise(tmp_path: Path) -> None:
+    assert pytorch.recorded_collectives() is None  # before there is a group
     found = flight_recorder_environment(tmp_path / "records")
     assert found == {
         "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/records/rank_",
@@ -143,15 +145,19 @@ def test_this_torch_reads_the_names_that_the_flight_recorder_is_enabled_by() -> 
     assert "TORCH_NCCL_DUMP_ON_TIMEOUT" in header
 
 
-def test_no_collectives_are_recorded_without_a_group() -> None:
-    assert pytorch.recorded_collectives() is None
-
-
 def test_collectives_are_recorded(group_of_one: None) -> None:
     dist.barrier()
     records = pytorch.recorded_collectives()
     assert records is not None
     assert "gloo:barrier" in {entry["profiling_name"] for entry in pickle.loads(records)["entries"]}
+
+
+def test_trees_are_copied_and_their_leaves_come_in_order() -> None:
+    tree = {"a": [1, (2, torch.Size([3]))], "b": slice(4, 5)}
+    copied = map_leaves(lambda leaf: leaf, tree)
+    assert (copied, type(copied["a"][1][1])) == (tree, torch.Size)
+    assert copied["a"] is not tree["a"]
+    assert [*pytorch.tree_iter(tree)] == [1, 2, 3, slice(4, 5)]
 
 
 def test_lists_of_tensors_are_copied_and_interpolated_in_place() -> None:

@@ -11,9 +11,7 @@ from tests.api import ConfigError, frozen, repeated_blocks, shard_by_blocks
 
 def sharded_model() -> nn.Module:
     """One `fully_shard` group in a process group of one rank."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    return model
+    return fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), mesh=init_device_mesh("cpu", (1,)))
 
 
 @pytest.mark.pitfall(58)

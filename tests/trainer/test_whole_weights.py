@@ -139,14 +139,9 @@ class Stranger(Sharded):
 
 
 def refused(kind: type[Sharded]) -> str:
-    trainer = kind(make_config(max_steps=1), loader())
-    try:
+    with kind(make_config(max_steps=1), loader()) as trainer, pytest.raises(HookError) as told:
         start(trainer._runtime)
-    except HookError as error:
-        return str(error)
-    finally:
-        trainer.close()
-    return "nothing was refused"
+    return str(told.value)
 
 
 @pytest.mark.pitfall(74)
