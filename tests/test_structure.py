@@ -278,7 +278,7 @@ def test_an_event_is_the_same_for_callbacks_and_the_trainer(event: str) -> None:
 # To be lowered as release 0.4 goes on; docs/baseline.md has where they are to end.
 MOST = {
     "files of the package": 232,
-    "lines of the package": 46_175,
+    "lines of the package": 46_173,
     "lines of testing/ and planning/": 3_560,
     "`raise` statements": 703,
     "modules under 60 lines": 16,

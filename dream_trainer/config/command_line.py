@@ -53,7 +53,8 @@ def parse(config: T | type[T], args: Sequence[str] | None = None) -> T:
 
 
 def _parsed(config: T | type[T], args: Sequence[str]) -> T:
-    how: tuple[Any, ...] = (tyro.conf.SuppressFixed,)  # hides fields that have no text form
+    # Fields without a text form are hidden; of one that may be None tyro would make a subcommand, if it can.
+    how = (tyro.conf.SuppressFixed, tyro.conf.AvoidSubcommands)
     of_files = ArgumentParser(add_help=False, allow_abbrev=False)
     of_files.add_argument("--config", action="append", default=[], metavar="FILE")
     found, args = of_files.parse_known_args(args)
@@ -66,7 +67,6 @@ def _parsed(config: T | type[T], args: Sequence[str]) -> T:
         if isinstance(config, type) and required <= {*_flags_in(args)}:
             config = _from_files(config, [], args)
         if not isinstance(config, type):
-            how = (*how, tyro.conf.AvoidSubcommands)  # tyro makes one of a section that may be None
             config, args = _with_sections(config, args, opened)
     default: dict[str, Any] = {} if isinstance(config, type) else {"default": config}
     parsed: T = tyro.cli(cls, args=args, config=how, compact_help=True, **default)
@@ -88,15 +88,13 @@ def _from_files(config: T | type[T], files: Sequence[str], args: Sequence[str]) 
 
 
 def _opened(cls: type, args: Sequence[str]) -> list[Field[Any]]:
-    """The sections, a dataclass or None, that `args` have flags into; none in tyro's own way, `section:type`."""
+    """The sections, a dataclass or None, that `args` have flags into."""
     types = field_types(cls)
     optional = {}
     for f in fields(cls):
         parts = members(types[f.name])
         if len(parts) == 2 and NoneType in parts and any(map(is_dataclass, parts)):
             optional[_dashed(f.name)] = f
-    if any(word.startswith(f"{name}:") for word in args for name in optional):
-        return []
     sections = {flag.removeprefix("--").partition(".")[0] for flag in _flags_in(args)}
     return [field for name, field in optional.items() if name in sections]
 
