@@ -119,8 +119,8 @@ MUTANTS = [
     Mutant(
         "draws from torch's generator are not seen",
         "dream_trainer/distributed/seeds.py",
-        "was_drawn = torch.default_generator.get_state().numpy().tobytes() != self._torch_state",
-        "was_drawn = False",
+        "not torch.equal(torch.default_generator.get_state(), self._torch_state)",
+        "False",
         "tests/distributed/test_seeds.py",
     ),
     Mutant(
@@ -566,10 +566,10 @@ MUTANTS = [
         "tests/data/test_foreign_resume.py",
     ),
     Mutant(
-        "a pass's first draw comes from the batch before",
+        "a batch draws from the stream of the batch before",
         "dream_trainer/data/foreign.py",
-        '        self._start.seed({"python", "numpy"} - self._drawn)\n        if',
-        "        if",
+        "            seed_cpu(self._seed_of_batch())\n",
+        "",
         "tests/data/test_pass_draws.py",
     ),
     Mutant(

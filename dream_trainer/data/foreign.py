@@ -26,7 +26,7 @@ from torch.utils.data import (
 from dream_trainer.compat.pytorch import shutdown_workers
 from dream_trainer.data.sampler import collates_without_draws, draws_nothing
 from dream_trainer.data.worker_start import WorkerInit, with_options, workers_start
-from dream_trainer.distributed.seeds import WatchedSeeds, hash_seed, preserved_random_state, seed_cpu
+from dream_trainer.distributed.seeds import GENERATORS, WatchedSeeds, hash_seed, preserved_random_state, seed_cpu
 
 
 @runtime_checkable
@@ -55,9 +55,8 @@ def set_epoch(loader: Iterable[Any], epoch: int) -> None:
 
 
 class SeededPass(Iterator[Any]):
-    """One pass over a loader that may draw from the global generators. Torch's is seeded for every batch, python's and
-    numpy's for batches after their first draw in a pass, unless a batch is known to draw nothing; costs about 30 us for
-    each `take`."""
+    """One pass over a loader that may draw from the global generators. Its first batch draws from the pass's streams,
+    and each later one from its own; training's streams are set aside once for each `take`, unless no batch draws."""
 
     def __init__(
         self,
@@ -70,12 +69,11 @@ class SeededPass(Iterator[Any]):
         draws: bool | None = True,
         drawn: Iterable[str] = (),
     ) -> None:
-        self.draws = draws  # with what was seen since; not looked at any more once it is True
-        self._drawn = set(drawn)  # of python and numpy, those that were drawn from; torch, if the first batch drew
+        self.draws = draws  # whether batches after the first draw, as seen so far; not looked at once it is True
+        self.drawn = sorted(drawn)  # the generators that the pass's first batch drew from, as an order is
         self._loader = loader
         self._numbers = seed, epoch, dp_rank
         self._next = self._first = first
-        self._iterator: Iterator[Any] | None = None
         self._batches: Iterator[Any] | None = None
         self._is_quiet = draws_at_start_only(loader)
         self._apart = preserved_random_state()
@@ -86,77 +84,49 @@ class SeededPass(Iterator[Any]):
         raise StopIteration
 
     def take(self, number: int) -> list[Any]:
-        """The next batches, fewer at the end of the pass; generators are swapped once for all of them."""
+        """The next batches, fewer at the end of the pass."""
         if self._batches is not None and self._is_quiet:
             return list(islice(self._batches, number))
         taken: list[Any] = []
         with self._apart:
-            while len(taken) < number:
-                if self._batches is None:
-                    loaded = self._load_first()
-                elif self._is_quiet:
-                    loaded = list(islice(self._batches, 1))
-                else:
-                    loaded = self._load_seeded(self._batches, self._seed_of_batch())
-                if not loaded:
-                    break
+            while len(taken) < number and (loaded := self._load()):
                 taken += loaded
                 self._next += 1
         return taken
 
-    @property
-    def drawn(self) -> list[str]:
-        return sorted(self._drawn)
-
-    def _load_first(self) -> list[Any]:
-        self._batches = self._open()
-        batch = self._load(self._batches)
-        if batch and self._first == 0:
-            self._drawn |= self._start.drawn({"torch"})  # as an order is
+    def _load(self) -> list[Any]:
+        if self._batches is None:
+            return self._load_first()
+        if self._is_quiet:
+            return list(islice(self._batches, 1))
+        if self.draws:
+            seed_cpu(self._seed_of_batch())
+            return list(islice(self._batches, 1))
+        seeds = WatchedSeeds(self._seed_of_batch())
+        batch = list(islice(self._batches, 1))
+        self.draws = bool(seeds.drawn())
         return batch
 
-    def _open(self) -> Iterator[Any]:
+    def _load_first(self) -> list[Any]:
         seed, epoch, dp_rank = self._numbers
-        self._start = WatchedSeeds(hash_seed(b"pass", seed, epoch, dp_rank))
-        base = hash_seed(b"workers", seed, epoch, dp_rank)
-        with loader_begins(self._loader, base):
-            self._iterator = iter(self._loader)
+        start = WatchedSeeds(hash_seed(b"pass", seed, epoch, dp_rank))
+        with loader_begins(self._loader, hash_seed(b"workers", seed, epoch, dp_rank)):
+            self._batches = iter(self._loader)
         # If its own state moved a loader into the middle of a pass, it redraws either the whole order, which needs the
         # pass's stream, or only the batch's values. Its earlier draws tell which.
-        if self._first > 0 and self.draws:
-            self._notice()
-            self._start.seed({"python", "numpy"} - self._drawn)
-            seed_cpu(self._seed_of_batch(), self._drawn | {"torch"})
-        elif self._first > 0 and "torch" not in self._drawn:
-            seed_cpu(self._seed_of_batch(), ("torch",))  # this pass's order is not drawn from it
-        return self._iterator
+        if self._first > 0:
+            seed_cpu(self._seed_of_batch(), GENERATORS if self.draws else GENERATORS.difference(self.drawn))
+        batch = list(islice(self._batches, 1))
+        if batch and self._first == 0:
+            self.drawn = sorted(start.drawn())
+        return batch
 
     def _seed_of_batch(self) -> int:
         seed, epoch, dp_rank = self._numbers
         return hash_seed(b"batch", seed, epoch, self._next, dp_rank)
 
-    def _load_seeded(self, batches: Iterator[Any], seed: int) -> list[Any]:
-        self._start.seed({"python", "numpy"} - self._drawn)
-        if self.draws:
-            seed_cpu(seed, self._drawn | {"torch"})
-            return self._load(batches)
-        seeds, n_drawn = WatchedSeeds(seed, self._drawn | {"torch"}), len(self._drawn)
-        batch = self._load(batches)
-        self.draws = len(self._drawn) > n_drawn or bool(seeds.drawn())
-        return batch
-
-    def _load(self, batches: Iterator[Any]) -> list[Any]:
-        try:
-            return list(islice(batches, 1))
-        finally:
-            self._notice()
-
-    def _notice(self) -> None:
-        """Sees whether python's and numpy's were drawn from since they were seeded; draws from them."""
-        self._drawn |= self._start.drawn({"python", "numpy"} - self._drawn)
-
     def close(self) -> None:
-        shutdown_workers(self._iterator)
+        shutdown_workers(self._batches)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 import struct
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -64,37 +64,24 @@ class WatchedSeeds:
     """Seeds the global CPU generators, and detects which of them are drawn from afterwards: torch's by its state, the
     others' by their next 128 bits, since reading their states takes ten times longer."""
 
-    def __init__(self, seed: int, generators: Collection[str] = GENERATORS) -> None:
-        self._seed, self._generators = seed, generators
-        seed_cpu(seed, generators)
-        if "torch" in generators:
-            self._torch_state = torch.default_generator.get_state().numpy().tobytes()
-        if "python" in generators:
-            self._python_state = random.getstate()
-            self._python_next = _next_of_python()
-            random.setstate(self._python_state)
-        if "numpy" in generators:
-            self._numpy_next = _next_of_numpy()
-            seed_cpu(seed, ("numpy",))
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        seed_cpu(seed)
+        self._torch_state = torch.default_generator.get_state()
+        self._python_next, self._numpy_next = _next_of_python(), _next_of_numpy()
+        seed_cpu(seed, ("python", "numpy"))
 
     def seed(self, generators: Collection[str]) -> None:
-        seed_cpu(self._seed, [name for name in generators if name != "python"])
-        if "python" in generators:
-            random.setstate(self._python_state)  # 3 us; to seed it takes 12
+        seed_cpu(self._seed, generators)
 
-    def drawn(self, generators: Collection[str] | None = None) -> set[str]:
-        """Which of `generators`, or of all that are watched, were drawn from or seeded since; draws from most."""
-        drawn = set()
-        for name in self._generators if generators is None else generators:
-            if name == "torch":
-                was_drawn = torch.default_generator.get_state().numpy().tobytes() != self._torch_state
-            elif name == "python":
-                was_drawn = _next_of_python() != self._python_next
-            else:
-                was_drawn = _next_of_numpy() != self._numpy_next
-            if was_drawn:
-                drawn.add(name)
-        return drawn
+    def drawn(self, generators: Collection[str] = GENERATORS) -> set[str]:
+        """Which of `generators` were drawn from or seeded since; draws from most."""
+        moved: dict[str, Callable[[], bool]] = {
+            "torch": lambda: not torch.equal(torch.default_generator.get_state(), self._torch_state),
+            "python": lambda: _next_of_python() != self._python_next,
+            "numpy": lambda: _next_of_numpy() != self._numpy_next,
+        }
+        return {name for name in generators if moved[name]()}
 
 
 States = tuple[Tensor, Any, Any]  # of torch, of python, and numpy's generator, or None without numpy

@@ -51,11 +51,7 @@ def expected_draws(kind: str, first: int) -> list[float]:
     """The draws of a pass whose batches draw from number `first` on."""
     of_pass = drawn_with(hash_seed(b"pass", SEED, EPOCH, RANK))
     of_batch = [drawn_with(hash_seed(b"batch", SEED, EPOCH, number, RANK)) for number in range(LENGTH)]
-    is_torch = kind.startswith("torch")
-    return [
-        next((of_pass if number == 0 or (number == first and not is_torch) else of_batch[number])[kind])
-        for number in range(first, LENGTH)
-    ]
+    return [next((of_batch[number] if number else of_pass)[kind]) for number in range(first, LENGTH)]
 
 
 class LateNoise:
@@ -89,7 +85,7 @@ class LateNoiseWithState(LateNoise):
 @pytest.mark.pitfall(76)
 @pytest.mark.parametrize("first", [0, 1, 2, 5])
 @pytest.mark.parametrize("kind", list(DRAWS))
-def test_each_batch_draws_from_its_own_seed_and_the_first_to_draw_from_the_passes(kind: str, first: int) -> None:
+def test_a_passs_first_batch_draws_from_the_passes_seed_and_each_later_one_from_its_own(kind: str, first: int) -> None:
     batches = SeededPass(LateNoise(kind, first), seed=SEED, epoch=EPOCH, dp_rank=RANK)
     assert [batch[1] for batch in batches if len(batch) == 2] == expected_draws(kind, first)
 
