@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
@@ -64,12 +65,7 @@ class PlannedWorld(World):
 
     @override
     def receive_numbers(self, count: int, source: int, group: dist.ProcessGroup) -> list[int]:
-        known = self.known_numbers or self.sent_numbers
-        assert known is not None
-        return known
-
-    @override
-    def barrier(self) -> None: ...
+        return cast("list[int]", self.known_numbers or self.sent_numbers)
 
     @override
     def all_gather_object(self, value: Any, /) -> list[Any]:
@@ -88,10 +84,6 @@ class PlannedWorld(World):
         return value
 
     @override
-    def broadcast(self, values: Tensor, src: int = 0) -> Tensor:
-        return values
-
-    @override
     def all_reduce(self, values: Tensor, op: str = "sum") -> Tensor:
         return values.mul_(self.world_size) if op == "sum" else values
 
@@ -105,7 +97,7 @@ class Valueless(Replay):
 
     def __init__(self, mode: AbstractContextManager[Any]) -> None:
         self.mode: Any = mode
-        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # by the number of what it replaces
+        self._like = cache(self._without_values)
 
     @override
     def fill(self, group: list[MetaPlace], tape: Tape, device: torch.device) -> None:
@@ -137,18 +129,14 @@ class Valueless(Replay):
         for module in model.modules():
             for slots in (module._parameters, module._buffers):
                 for name, tensor in slots.items():
-                    if type(tensor) in (Tensor, nn.Parameter):
+                    if tensor is not None and type(tensor) in (Tensor, nn.Parameter):
                         slots[name] = self._like(tensor)
         for wrapped in fsdp_modules(model):
             take_note(wrapped)
 
-    def _like(self, tensor: Tensor | None) -> Any:
-        assert tensor is not None
-        if id(tensor) not in self._made:
-            like = self.mode.from_tensor(tensor)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            self._made[id(tensor)] = tensor, nn.Parameter(like, tensor.requires_grad) if is_parameter else like
-        return self._made[id(tensor)][1]
+    def _without_values(self, tensor: Tensor) -> Any:
+        like = self.mode.from_tensor(tensor)
+        return nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
 
 
 Changes = Mapping[str, Any]  # values of a config by their place, such as `device.dp_shard`

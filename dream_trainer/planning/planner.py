@@ -130,11 +130,10 @@ def _run(job: RankJob, scratch: Path) -> NoReturn:
 def plan_of(trainer: Any, measured: StepMeasure) -> RankPlan:
     """Of the rank that `trainer` is, real or planned."""
     world, config = trainer.world, trainer.config
-    training, devices = config.training_parameters, config.device_parameters
+    training, stages = config.training_parameters, world.mesh_shape.pp
     pipeline: Any = vars(config).get("pipeline_parallel_parameters")
-    stages = world.mesh_shape.pp
     settings = {
-        "activation_checkpointing": devices.activation_checkpointing,
+        "activation_checkpointing": config.device_parameters.activation_checkpointing,
         "train_batch_size": training.train_batch_size,
         "global_batch_size": training.global_batch_size,
         "accumulation": trainer.accumulation_steps,
@@ -211,9 +210,7 @@ def make_plan(
     if rates is not None and memory is not None:
         of_device = Rates(*rates)
         return replace(found, rates=of_device, meshes=_searched(worst, job, memory, of_device))
-    if found.fits is not False:
-        return found
-    return replace(found, tried=list(_tried(found, replace(job, rank=worst.rank))))
+    return replace(found, tried=[*_tried(found, replace(job, rank=worst.rank))] if found.fits is False else [])
 
 
 def plan_ranks(job: RankJob, rank: int | None = None) -> dict[int, RankPlan]:

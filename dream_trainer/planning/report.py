@@ -20,7 +20,7 @@ _MEANS = {
     "activations": "made in forward, or again by recomputation",
     "temporaries": "made in backward, or by the optimizer",
 }
-_SHOWN_MODULES, _SHOWN_LINES = 12, 5
+_SHOWN_MODULES = 12
 
 
 def _table(header: str, rows: Iterable[Iterable[object]]) -> list[str]:
@@ -51,9 +51,8 @@ def markdown(plan: MeshPlan) -> str:
     ]
     lines += _table(sent, rows) if rows else ["", "Nothing is sent."]
     if worst.read:
-        shown, n_others = [f"- {line}" for line in worst.read][:_SHOWN_LINES], len(worst.read) - _SHOWN_LINES
-        lines += ["", "Asked for values, which a plan does not have; they got 1 or False:", "", *shown]
-        lines += [f"- and {n_others} more"] if n_others > 0 else []
+        lines += ["", "Asked for values, which a plan does not have; they got 1 or False:", ""]
+        lines += [f"- {line}" for line in worst.read]
     lines += ["", f"Left out: {LEFT_OUT}. Kernels are those of the CPU."]
     return "\n".join(lines)
 

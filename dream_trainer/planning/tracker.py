@@ -155,11 +155,8 @@ class Tracker(TorchDispatchMode):
             # FSDP frees and remakes parameters by resizing their storages, which no mode sees.
             stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_))
             stack.enter_context(without_propagation(self._paused))
-            for hook in (
-                register_module_forward_pre_hook(self._enter),
-                register_module_forward_hook(self._leave, always_call=True),
-            ):
-                stack.callback(hook.remove)
+            stack.callback(register_module_forward_pre_hook(self._enter).remove)
+            stack.callback(register_module_forward_hook(self._leave, always_call=True).remove)
             stack.enter_context(self)
             yield
 
@@ -231,26 +228,23 @@ class Tracker(TorchDispatchMode):
     def _note_communication(self, namespace: str, name: str, args: Any, kwargs: Any, result: Any) -> None:
         given = [tensor for tensor in leaves((args, kwargs)) if isinstance(tensor, Tensor)]
         if namespace == "fsdp":  # copies between parameters and what is sent
-            of = leaves(kwargs.get("out", result))
-            for tensor in (each for each in of if isinstance(each, Tensor)):
-                self._is_for_communication(tensor)
+            self._are_for_communication(kwargs.get("out", result))
             if name == "chunk_cat":
                 self.mark(leaves(args[0]), "gradients")
             return
         group = name_of_group(args)
         if group is None or name in ("wait_tensor", "barrier"):
             return
-        for tensor in (*given, *leaves(result)):
-            if isinstance(tensor, Tensor):
-                self._is_for_communication(tensor)
+        self._are_for_communication(given, result)
         operation, whole = _COLLECTIVES.get(name, (name.strip("_"), lambda given, result: given))
         self._calls[operation, group] += 1
         self._sent[operation, group] += sum(tensor.nbytes for tensor in leaves(whole(given, result)))
 
-    def _is_for_communication(self, tensor: Tensor) -> None:
-        label = self._note(tensor, "communication")
-        if label.kind in ("activations", TEMPORARIES):
-            label.kind = "communication"
+    def _are_for_communication(self, *tensors: Any) -> None:
+        for tensor in leaves(tensors):
+            if isinstance(tensor, Tensor):
+                label = self._note(tensor, "communication")
+                label.kind = "communication" if label.kind in ("activations", TEMPORARIES) else label.kind
 
 
 _FLOPS: dict[str, Callable[..., int]] = {

@@ -391,8 +391,9 @@ class Launcher:
                 deadline = min(deadline, time.monotonic() + 20) if failed else deadline
                 if not failed and now > progress:
                     progress, deadline = now, time.monotonic() + self.patience
-                if killed is not None and (done := _steps_of(directory / f"steps_{killed[0]}")) >= killed[1]:
-                    time.sleep(random.random() * (time.monotonic() - began) / (done + 5))
+                steps = directory / f"steps_{killed[0] if killed else 0}"
+                if killed is not None and (steps.read_text().count("step") if steps.exists() else 0) >= killed[1]:
+                    time.sleep(random.random() * (time.monotonic() - began) / (killed[1] + 5))
                     _send(ranks, killed[2], killed[0])
                     killed = None
                 if ranks and time.monotonic() > deadline:
@@ -420,19 +421,12 @@ def _where(directory: Path, ranks: Mapping[int, int]) -> list[str]:
     """The line of the user's code that each rank is in."""
     _send(ranks, signal.SIGUSR2)
     time.sleep(1.0)
-    return [_users_line(file) for file in sorted(directory.glob("stacks_*"))]
-
-
-def _steps_of(file: Path) -> int:
-    """How many steps a rank has done."""
-    return sum(word.isdigit() for word in file.read_text().split()) if file.exists() else 0
-
-
-def _users_line(stacks: Path) -> str:
-    for file, number, function in re.findall(r'File "(.+)", line (\d+) in (.+)', stacks.read_text()):
-        if is_own(file):
-            return f"{Path(file).name}:{number}, in {function}"
-    return "the trainer's own code, waiting for other ranks"
+    places: list[str] = []
+    for stacks in sorted(directory.glob("stacks_*")):
+        lines = re.findall(r'File "(.+)", line (\d+) in (.+)', stacks.read_text())
+        own = [f"{Path(file).name}:{number}, in {function}" for file, number, function in lines if is_own(file)]
+        places.append(next(iter(own), "the trainer's own code, waiting for other ranks"))
+    return places
 
 
 def free_port() -> int:

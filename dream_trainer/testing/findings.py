@@ -234,20 +234,9 @@ class TrainerChecks:
 
     def _place(self, difference: Difference, one: str, other: str) -> str:
         """Where in the user's code a difference of a stage comes from."""
-        made_by = " or ".join(self._hooks("configure_models", "init_weights", "load_pretrained") or ["setup"])
-        stage = {
-            "initial weights": f"initial weights, of {made_by}",
-            "order": f"the order of modules, of {made_by}",
-            "samples": f"the samples, of {self.facts['dataset']} or its loader",
-            "logged": f"{self.hook('training_step')}, from equal weights and samples",
-            "gradients": f"gradients, of {self.hook('training_step')}",
-            "rates": f"learning rates, of {self.hook('configure_optimizers')} or a scheduler",
-            "trained": "which parameters are trained (requires_grad)",
-            "weights": "weights, though gradients and learning rates agree",
-            "optimizer": "the optimizer's state",
-            "buffers": "buffers",
-            "steps": "the number of steps",
-        }[difference.stage]
+        names = {name: self.hook(name) for name in ("training_step", "configure_optimizers")}
+        names["setup"] = " or ".join(self._hooks("configure_models", "init_weights", "load_pretrained") or ["setup"])
+        stage = STAGES[difference.stage].format(**names, dataset=self.facts["dataset"])
         return f"{stage} [{difference.told(one, other)}]"
 
     def _told(self, paths: Sequence[str], run: Run, what: Callable[[str], str]) -> list[str]:
@@ -489,7 +478,19 @@ def _is_random(run: Run) -> bool:
 FACTOR = 30.0  # how much farther than a run with weights moved by rounding another one may go
 LEAST = 64 * 2.0**-23  # rounding of float32, in the shortest sums
 HELD = ("rates", "trained", "weights", "optimizer", "buffers")
-STAGES = ("order", "initial weights", "samples", "logged", "gradients", *HELD)
+STAGES = {  # in the order of their computation
+    "order": "the order of modules, of {setup}",
+    "initial weights": "initial weights, of {setup}",
+    "samples": "the samples, of {dataset} or its loader",
+    "logged": "{training_step}, from equal weights and samples",
+    "gradients": "gradients, of {training_step}",
+    "rates": "learning rates, of {configure_optimizers} or a scheduler",
+    "trained": "which parameters are trained (requires_grad)",
+    "weights": "weights, though gradients and learning rates agree",
+    "optimizer": "the optimizer's state",
+    "buffers": "buffers",
+    "steps": "the number of steps",
+}
 
 
 class Difference(NamedTuple):
@@ -530,7 +531,7 @@ def joined(run: Run) -> Values:
     return found | {(step, "samples", "samples"): tuple(sorted(each)) for step, each in samples.items()}
 
 
-def differences(one: Values, other: Values, stages: Sequence[str] = STAGES) -> Iterator[Difference]:
+def differences(one: Values, other: Values, stages: Collection[str] = STAGES) -> Iterator[Difference]:
     """Of steps that both have, and of their number."""
     largest: dict[tuple[str, str], float] = defaultdict(float)
     for (_, stage, name), value in one.items():
@@ -538,7 +539,7 @@ def differences(one: Values, other: Values, stages: Sequence[str] = STAGES) -> I
             largest[stage, name] = max(abs(value), largest[stage, name])
     ours, theirs = ({step for step, _, _ in values} for values in (one, other))
     both = ours & theirs
-    for key in sorted({**one, **other}, key=lambda key: (key[0], STAGES.index(key[1]))):
+    for key in sorted({**one, **other}, key=lambda key: (key[0], [*STAGES].index(key[1]))):
         step, stage, name = key
         if step in both and stage in stages and (stage != "logged" or key in one):
             a, b = one.get(key), other.get(key)
@@ -577,7 +578,7 @@ def beyond_rounding(one: Run, other: Run, moved: Run, counts: Callable[[Differen
 
     How far that goes is measured by `moved`, a run whose weights were moved by a little more than rounding.
     """
-    values, stages = joined(one), STAGES[1:]
+    values, stages = joined(one), STAGES.keys() - {"order"}
     reached: dict[tuple[str, str], list[Difference]] = defaultdict(list)
     for each in differences(values, joined(moved), stages):
         reached[each.stage, each.name].append(each)

@@ -13,7 +13,6 @@ from runpy import run_module, run_path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from dream_trainer.checks import refuse
 from dream_trainer.errors import ConfigError
 
 MakeTrainer = Callable[[], Any]
@@ -44,7 +43,7 @@ class Program:
         """The trainer of a class or function; None where the program itself has to be run."""
         from dream_trainer.trainer.abstract import AbstractTrainer
 
-        members = vars(load(self.path))
+        members = vars(self._load())
         found = members.get(self.name)
         if isinstance(found, type) and issubclass(found, AbstractTrainer):
             make_config: Any = members.get(self.config)
@@ -59,6 +58,25 @@ class Program:
                 f"{self.path} has {trainers or 'no trainers'}."
             )
         return trainer
+
+    def _load(self) -> ModuleType:
+        """The module; a file is loaded, but not run as a script."""
+        if not self.path.endswith(".py"):
+            try:
+                return import_module(self.path)
+            except ModuleNotFoundError as error:
+                raise ConfigError(
+                    f"{self.path!r} cannot be imported: {error}. Give a Python file, or a module."
+                ) from error
+        path = Path(self.script()).resolve()
+        sys.path.insert(0, str(path.parent))  # a script may import files next to it
+        spec = spec_from_file_location("described_program", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = module_from_spec(spec)
+        sys.modules[spec.name] = module  # a dataclass looks for its module there
+        spec.loader.exec_module(module)
+        return module
 
     def script(self) -> str:
         """The file of the program, or ConfigError if there is none."""
@@ -142,20 +160,3 @@ def become_rank(rank: int, world_size: int, ranks_per_host: int) -> None:
     sizes = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": world_size, "GROUP_RANK": host}
     sizes |= {"LOCAL_WORLD_SIZE": ranks_per_host, "GROUP_WORLD_SIZE": -(-world_size // ranks_per_host)}
     os.environ |= {name: str(value) for name, value in sizes.items()}
-
-
-def load(program: str) -> ModuleType:
-    """The module; a file is loaded, but not run as a script."""
-    path = Path(program).resolve()
-    spec = spec_from_file_location("described_program", path)
-    if not program.endswith(".py") or spec is None or spec.loader is None:
-        try:
-            return import_module(program)
-        except ModuleNotFoundError as error:
-            raise ConfigError(f"{program!r} cannot be imported: {error}. Give a Python file, or a module.") from error
-    refuse(not path.is_file(), f"there is no file {program!r}. Give a Python file, or a module.")
-    sys.path.insert(0, str(path.parent))  # a script may import files next to it
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module  # a dataclass looks for its module there
-    spec.loader.exec_module(module)
-    return module

@@ -286,7 +286,7 @@ class Probe(Callback):
     def post_train_step(self, trainer: Any) -> None:
         self._stop_clock()
         step, found = trainer.global_step, self._step
-        os.write(self._line, f"{step}\n".encode())
+        os.write(self._line, b"step\n")
         self._mark(trainer, "post_train_step")
         for stage in ("samples", "gradients"):
             self._note(step, stage, found.pop(stage))
