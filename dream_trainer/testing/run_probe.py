@@ -142,6 +142,8 @@ class PlainState:
             return self._digest_of_tensor(value)
         if isinstance(value, np.ndarray):
             return repr(value.tolist()) if value.dtype == object else hashed(np.ascontiguousarray(value).tobytes())
+        if isinstance(value, torch.Generator):
+            return self._digest_of_tensor(value.get_state())  # pickled it has the address of its state
         if isinstance(value, GENERATORS):
             return hashed(pickle.dumps(value))
         if isinstance(value, list | tuple | deque):
@@ -251,7 +253,7 @@ class Probe(Callback):
         is_counted = trainer.global_step < 2  # a later step is as the second one
         if not self._step:
             self._reads.count = 0 if is_counted else self._reads.count
-            self._step = {"samples": {}, "gradients": {}, "is_random": False, "seconds_inside": 0.0}
+            self._step = {"samples": {}, "gradients": {}, "results": [], "is_random": False, "seconds_inside": 0.0}
         self._mark(trainer, "pre_train_batch")
         self._step["samples"][f"micro-batch {len(self._step['samples'])}"] = tuple(_samples(batch))
         if "still" in self.mode:
@@ -271,6 +273,8 @@ class Probe(Callback):
         self._counting.close()
         self._step["seconds_inside"] += self._seconds
         self._step["is_random"] |= _random() != self._random
+        numbers = {n: v for n, v in result.items() if type(v) in (float, Tensor) and torch.as_tensor(v).numel() == 1}
+        self._step["results"].append({name: float(value) for name, value in numbers.items()})
         self._mark(trainer, "training_step")
         self._since = time.process_time()
 

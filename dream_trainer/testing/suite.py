@@ -117,7 +117,6 @@ def report(program: Program, checks: Sequence[str], *, quick: bool, as_json: boo
         return 1
     failed = sum(finding.holds is False for finding in found)
     verdict = f"{failed} of {len(found)} do not hold" if failed else "all that was checked holds"
-    show(json.dumps([asdict(finding) for finding in found], indent=2) if as_json else verdict)
-    if not as_json:
-        show(f"{time.monotonic() - began:.0f} s")
+    took = f"{time.monotonic() - began:.0f} s"
+    show(json.dumps([asdict(finding) for finding in found], indent=2) if as_json else f"{verdict}\n{took}")
     return int(failed > 0)
