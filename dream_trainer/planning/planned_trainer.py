@@ -259,12 +259,9 @@ class PlannedTrainer(MeasuredTrainer):
 
     _made: Valueless
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        vars(self)["_made"] = Valueless(FakeTensorMode(allow_non_fake_inputs=True))
-        super().__init__(config, *args, **kwargs)
-
     @override
     def _join_world(self, parameters: DeviceParameters, workers: Any) -> World:
+        vars(self)["_made"] = Valueless(FakeTensorMode(allow_non_fake_inputs=True))
         world = PlannedWorld(parameters, shard_by_default=self._shards_parameters, workers=workers)
         world.known_numbers = self._job.numbers
         return world

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from torch.distributions import Distribution
 
@@ -107,8 +107,7 @@ def plan_rank(job: RankJob, first: RankPlan | None = None) -> RankPlan:
                 os.killpg(child, signal.SIGKILL)
         found, failed = scratch / "found", scratch / f"error_{job.rank}"
         if found.exists():
-            plan: RankPlan = pickle.loads(found.read_bytes())
-            return plan
+            return cast(RankPlan, pickle.loads(found.read_bytes()))
         if failed.exists():
             raise PlanError(pickle.loads(failed.read_bytes())["text"])
         said = re.sub("[╭╮╰╯│─]", " ", (scratch / f"output_{job.rank}").read_text(errors="replace"))  # a parser's frame
@@ -364,8 +363,7 @@ def plan(
         (found,) = apart(_send_plan, replace(Program.of(program), arguments=overrides), world, **options)
     except ConfigError as error:
         raise PlanError(str(error)) from error
-    planned: MeshPlan = found
-    return planned
+    return cast(MeshPlan, found)
 
 
 def _send_plan(program: Program, world: int, asker: Connection, **options: Any) -> None:

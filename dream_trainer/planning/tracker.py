@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -85,6 +86,8 @@ class StepMeasure:
 class Tracker(TorchDispatchMode):
     """Follows the storages of tensors that operations make while it is on."""
 
+    _is_paused = False
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._alive: dict[int, Piece] = {}  # by storage
@@ -154,7 +157,7 @@ class Tracker(TorchDispatchMode):
         with ExitStack() as stack:
             # FSDP frees and remakes parameters by resizing their storages, which no mode sees.
             stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_))
-            stack.enter_context(without_propagation(self._paused))
+            stack.enter_context(without_propagation(partial(patch.object, self, "_is_paused", new=True)))
             stack.callback(register_module_forward_pre_hook(self._enter).remove)
             stack.callback(register_module_forward_hook(self._leave, always_call=True).remove)
             stack.enter_context(self)
@@ -182,16 +185,6 @@ class Tracker(TorchDispatchMode):
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._inside.pop()
-
-    _is_paused = False
-
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
 
     # -- operations
 
@@ -266,8 +259,6 @@ _COLLECTIVES: dict[str, tuple[str, Callable[[list[Tensor], Any], Any]]] = {
     "all_to_all_single": ("all_to_all", lambda given, result: given[0]),
     "recv_": ("receive", lambda given, result: given),
 }
-
-
 _SHARES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 
 

@@ -313,7 +313,8 @@ class TrainerChecks:
             self._begin("alone, still", mode="still")
             mode, micro = "still", {}
             why = "; with models in evaluation mode, since dropout and batch statistics are of a micro-batch"
-            if self["alone, still"].is_whole and _is_random(self["alone, still"]):
+            still = self["alone, still"]
+            if still.is_whole and any(step["is_random"] for step in still.records[0]["steps"].values()):
                 if name == "accumulation":
                     return Finding(what, None, "not checked: training_step draws random numbers")
                 parts *= run.records[0]["facts"]["accumulation"]
@@ -467,10 +468,6 @@ def _is_mean(alone: Run, run: Run, step: int) -> bool:
     of_each = [(one, parts[place * n : (place + 1) * n]) for place, one in enumerate(whole)]
     values = [(value, [part.get(name, value) for part in own]) for one, own in of_each for name, value in one.items()]
     return all(min(of_parts) <= value <= max(of_parts) for value, of_parts in values)
-
-
-def _is_random(run: Run) -> bool:
-    return any(found["is_random"] for found in run.records[0]["steps"].values())
 
 
 # -- two runs side by side: what differs in them, in the order of their computation
