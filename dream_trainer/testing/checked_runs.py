@@ -389,7 +389,8 @@ class Launcher:
                 failed = any(run.codes.values())
                 now = sum(file.stat().st_size for file in directory.glob("steps_*"))  # grows with each batch of any
                 deadline = min(deadline, time.monotonic() + 20) if failed else deadline
-                if not failed and now > progress:
+                has_begun = len([*directory.glob("stacks_*")]) == job.ranks  # to import may take long
+                if not failed and (now > progress or not has_begun):
                     progress, deadline = now, time.monotonic() + self.patience
                 steps = directory / f"steps_{killed[0] if killed else 0}"
                 if killed is not None and (steps.read_text().count("step") if steps.exists() else 0) >= killed[1]:
