@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Literal
 
@@ -98,12 +97,6 @@ class PlanTrainer(OfProgram, Shows):
             ranks_per_host=self.ranks_per_host,
             rates=self.rates if self.search else None,
             memory=None if self.gpu_memory is None else parse_size(self.gpu_memory),
-            tell=_tell,
         )
         show(json.dumps(asdict(found), indent=2) if self.as_json else markdown(found))
         return int(found.fits is False)
-
-
-def _tell(line: str) -> None:
-    if sys.stderr.isatty():
-        show(f"planning {line} ...", sys.stderr)

@@ -42,7 +42,7 @@ def ranks_of_group(name: str) -> list[int]:
 
 
 @contextmanager
-def without_propagation(paused: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+def without_propagation(paused: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
     """DTensor finds out global shapes by operations on tensors without values, in a mode that is on if there is one:
     they are nothing that a rank holds. Inside, it does that in `paused()`."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator

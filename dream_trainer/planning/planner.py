@@ -2,23 +2,165 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
+import math
+import os
+import pickle
+import re
+import signal
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn, cast
 
-import cattrs
+from torch.distributions import Distribution
 
 from dream_trainer.checks import refuse
-from dream_trainer.planning.planned_world import PlanError
-from dream_trainer.planning.rank_plan import Changes, RankJob, RankPlan, Tried, plan_rank, tried
-from dream_trainer.planning.search import WAYS, Rates, search_meshes
-from dream_trainer.testing.program import Program
-from dream_trainer.testing.rank_process import preload
+from dream_trainer.errors import ConfigError
+from dream_trainer.planning.planned_trainer import Changes, PlanError, PlannedTrainer, RankJob
+from dream_trainer.planning.tracker import StepMeasure
+from dream_trainer.screen import show
+from dream_trainer.testing.checked_runs import apart, end, fork, preload, write_whole
+from dream_trainer.testing.program import Program, become_rank
+from dream_trainer.weights.export_files import parse_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlan(StepMeasure):
+    """What one rank holds and sends in a step."""
+
+    trainer: str
+    rank: int
+    world_size: int
+    mesh: dict[str, int]
+    settings: dict[str, Any]
+    """The config's values that a smaller peak would change, and the parts of a batch in a pipeline."""
+    numbers: list[int] | None = None
+    """What the first stage of a pipeline tells the next one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Seconds of a step on the rank that takes longest, if computation and communication do not overlap."""
+
+    compute: float  # matrix products and attention; in a pipeline also the wait for the first and last micro-batch
+    host: float  # sending to ranks of the same host
+    network: float  # sending to ranks of other hosts
+    samples: int  # that all ranks train in the step
+
+    @property
+    def per_sample(self) -> float:
+        return (self.compute + self.host + self.network) / self.samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """A change of the config, and the rank with the highest peak with it."""
+
+    change: str
+    flags: str
+    """As they are written on the command line."""
+    plan: RankPlan | None = None
+    """None: it cannot be planned."""
+    error: str = ""
+    cost: Cost | None = None
+    """Of a mesh that a search has planned."""
+
+    def fits(self, memory: int | None) -> bool:
+        return self.plan is not None and self.plan.peak <= (memory or 0)
+
+
+def flags_of(changes: Changes) -> str:
+    return " ".join(f"--{name.replace('_', '-')}={value}" for name, value in changes.items())
+
+
+def tried(change: str, job: RankJob, cost_of: Callable[[RankPlan], Cost] | None = None) -> Tried:
+    """The plan of a changed rank; in a pipeline with `cost_of` also of the last one."""
+    flags = flags_of(job.changes)
+    try:
+        plans = [plan_rank(job)]
+        if cost_of is not None and plans[0].mesh["pp"] > 1:  # elsewhere ranks hold equal parts
+            plans.append(plan_rank(replace(job, rank=job.world_size - 1), plans[0]))
+    except PlanError as error:
+        return Tried(change=change, flags=flags, error=" ".join(str(error).split()))
+    costs = () if cost_of is None else map(cost_of, plans)
+    cost = max(costs, key=lambda each: each.per_sample, default=None)
+    return Tried(change=change, flags=flags, plan=max(plans, key=lambda each: each.peak), cost=cost)
+
+
+def plan_rank(job: RankJob, first: RankPlan | None = None) -> RankPlan:
+    """Plans it in a forked process; before it the first rank, since a stage of a pipeline has to know what it gets."""
+    if first is None and job.rank > 0:
+        first = plan_rank(replace(job, rank=0))
+    job = replace(job, numbers=None if first is None else first.numbers)
+    with tempfile.TemporaryDirectory(prefix="dream-trainer-plan-", ignore_cleanup_errors=True) as name:
+        scratch = Path(name)
+        child = fork(scratch, job.rank, partial(_run, job, scratch))
+        try:
+            os.waitpid(child, 0)
+        finally:
+            with suppress(ProcessLookupError):  # also its loaders' workers; and itself after Ctrl-C
+                os.killpg(child, signal.SIGKILL)
+        found, failed = scratch / "found", scratch / f"error_{job.rank}"
+        if found.exists():
+            return cast(RankPlan, pickle.loads(found.read_bytes()))
+        if failed.exists():
+            raise PlanError(pickle.loads(failed.read_bytes())["text"])
+        said = re.sub("[╭╮╰╯│─]", " ", (scratch / f"output_{job.rank}").read_text(errors="replace"))  # a parser's frame
+        said = " ".join(said.split()).removeprefix("error: ")[-700:]
+        raise PlanError(said or f"the process of rank {job.rank} has ended without a plan.")
+
+
+def _run(job: RankJob, scratch: Path) -> NoReturn:
+    Distribution.set_default_validate_args(False)  # its checks look at values
+    become_rank(job.rank, job.world_size, min(job.ranks_per_host, job.world_size))
+
+    def done(trainer: Any, measured: StepMeasure) -> NoReturn:
+        write_whole(scratch / "found", plan_of(trainer, measured))
+        end(0)
+
+    job.program.run(PlannedTrainer, _done=staticmethod(done), _job=job, _scratch=str(scratch / "runs"))
+
+
+def plan_of(trainer: Any, measured: StepMeasure) -> RankPlan:
+    """Of the rank that `trainer` is, real or planned."""
+    world, config = trainer.world, trainer.config
+    training, stages = config.training_parameters, world.mesh_shape.pp
+    pipeline: Any = vars(config).get("pipeline_parallel_parameters")
+    settings = {
+        "activation_checkpointing": config.device_parameters.activation_checkpointing,
+        "train_batch_size": training.train_batch_size,
+        "global_batch_size": training.global_batch_size,
+        "accumulation": trainer.accumulation_steps,
+        "parts": 1 if pipeline is None else pipeline.stages_of_each_rank * (pipeline.microbatches or 2 * stages),
+    }
+    return RankPlan(
+        trainer=type(trainer).__name__,
+        rank=world.rank,
+        world_size=world.world_size,
+        mesh=world.mesh_shape._asdict(),
+        **vars(measured),
+        settings=settings,
+        numbers=vars(world).get("sent_numbers"),
+    )
+
 
 MOST_RANKS = 4096
+AXES = {"tensor_parallel": "tp", "context_parallel": "cp", "pipeline_parallel": "pp"}  # with their dimensions
+WAYS = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device reaches in training, not its peak."""
+
+    tflops: float = 400.0  # 10^12 operations per second in matrix products and attention
+    host_gb: float = 300.0  # 10^9 bytes per second that a rank sends to ranks of its host
+    network_gb: float = 40.0  # and to ranks of other hosts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,99 +197,131 @@ def make_plan(
     ranks_per_host: int = 8,
     memory: int | None = None,
     rates: tuple[float, float, float] | None = None,
-    tell: Callable[[str], None] = lambda line: None,
 ) -> MeshPlan:
-    """Plans in processes forked from this one, which should have no threads; `plan` can be called anywhere.
-
-    With `rates`, searches meshes instead of changes that would fit.
-    """
+    """Plans in processes forked from this one, which should have no threads; with `rates`, searches meshes."""
     if rates is not None:
         refuse(memory is None, "--search needs the memory of a device. Write it too, such as --gpu-memory 80GiB.")
         refuse(min(rates) <= 0, f"--rates {' '.join(map(str, rates))}: a rate is not above 0.")
-    plans, job = plan_ranks(program, world_size, rank=rank, ranks_per_host=ranks_per_host, tell=tell)
+    job = RankJob(program=program, world_size=world_size, ranks_per_host=ranks_per_host)
+    plans = plan_ranks(job, rank)
     worst = max(plans.values(), key=lambda each: each.peak)
     found = MeshPlan(worst=worst, ranks={number: each.peak for number, each in plans.items()}, memory=memory)
     if rates is not None and memory is not None:
         of_device = Rates(*rates)
-        return replace(found, rates=of_device, meshes=search_meshes(worst, job, memory, of_device, tell))
-    if found.fits is not False:
-        return found
-    return replace(found, tried=list(_tried(found, replace(job, rank=worst.rank), tell)))
+        return replace(found, rates=of_device, meshes=_searched(worst, job, memory, of_device))
+    return replace(found, tried=[*_tried(found, replace(job, rank=worst.rank))] if found.fits is False else [])
 
 
-def plan_ranks(
-    program: Program,
-    world_size: int,
-    *,
-    rank: int | None = None,
-    ranks_per_host: int = 8,
-    tell: Callable[[str], None] = lambda line: None,
-) -> tuple[dict[int, RankPlan], RankJob]:
-    """The plans of `rank`, or of the first and the last one, and the job of further ones."""
-    refuse(not 0 < world_size <= MOST_RANKS, f"--world {world_size} is not between 1 and {MOST_RANKS} ranks.")
-    refuse(rank is not None and not 0 <= rank < world_size, f"--rank {rank} is none of the {world_size} ranks.")
+def plan_ranks(job: RankJob, rank: int | None = None) -> dict[int, RankPlan]:
+    """The plans of `rank`, or of the first and the last one."""
+    size, plans = job.world_size, dict[int, RankPlan]()
+    refuse(not 0 < size <= MOST_RANKS, f"--world {size} is not between 1 and {MOST_RANKS} ranks.")
+    refuse(rank is not None and not 0 <= rank < size, f"--rank {rank} is none of the {size} ranks.")
     preload()  # what each forked process needs
-    job = RankJob(program=program, rank=0, world_size=world_size, ranks_per_host=ranks_per_host)
-    plans: dict[int, RankPlan] = {}
-    for number in dict.fromkeys([0, world_size - 1] if rank is None else [rank]):
-        tell(f"rank {number} of {world_size}")
-        plans[number], job = plan_rank(number, job)
-    return plans, job
+    for number in dict.fromkeys([0, size - 1] if rank is None else [rank]):
+        _tell(f"rank {number} of {size}")
+        plans[number] = plan_rank(replace(job, rank=number), plans.get(0))
+    return plans
 
 
-def _tried(plan: MeshPlan, job: RankJob, tell: Callable[[str], None]) -> Iterator[Tried]:
+def _tell(line: str) -> None:
+    if sys.stderr.isatty():
+        show(f"planning {line} ...", sys.stderr)
+
+
+def _tried(plan: MeshPlan, job: RankJob) -> Iterator[Tried]:
     """One change after the other, from the one that costs least, until it fits; in the end all of them."""
-    together: dict[str, dict[str, Any]] = {}
+    together: dict[str, Any] = {}
     recomputing, sharded, accumulating, in_parts = _changes(plan.worst)
     for kind in (recomputing, sharded, accumulating, in_parts):
         last: Changes = {}
-        for name, changes in kind:
-            tell(f"rank {job.rank} with {name}")
-            found = tried(name, changes, job)
+        for name, changes in kind.items():
+            _tell(f"rank {job.rank} with {name}")
+            found = tried(name, replace(job, changes=changes))
             yield found
             if found.fits(plan.memory):
                 return
             last = last if found.plan is None else changes
-        for group, values in last.items() if kind is not in_parts else ():
-            together.setdefault(group, {}).update(values)
+        together |= {} if kind is in_parts else last
     if together:
-        tell("all of these")
-        yield tried("recomputation, shards and micro-batches together", together, job)
+        _tell("all of these")
+        yield tried("recomputation, shards and micro-batches together", replace(job, changes=together))
 
 
-def _changes(plan: RankPlan) -> tuple[list[tuple[str, Changes]], ...]:
+def _changes(plan: RankPlan) -> Iterator[Mapping[str, Changes]]:
     """Recomputation, more shards, smaller micro-batches, and layers over ranks; of each the smallest change first."""
-    ways = WAYS[WAYS.index(plan.settings["activation_checkpointing"]) + 1 :]
-    copies, shards = plan.mesh["dp_replicate"], plan.mesh["dp_shard"]
+    mesh, settings = plan.mesh, plan.settings
+    copies, shards, size = mesh["dp_replicate"], mesh["dp_shard"], settings["train_batch_size"]
+    ways = WAYS[WAYS.index(settings["activation_checkpointing"]) + 1 :]
+    yield {f"{way} recomputation": {"device.activation_checkpointing": way} for way in ways}
     more = [n for n in range(2, copies + 1) if copies % n == 0 and (n & (n - 1) == 0 or n == copies)]
-    size, times = plan.settings["train_batch_size"], 2
-    accumulating: list[tuple[str, Changes]] = []
+    yield {
+        f"shards over {shards * n} ranks": {"device.dp_replicate": copies // n, "device.dp_shard": shards * n}
+        for n in more
+    }
+    also: dict[str, Any] = {"training.sync_policy": "reduce_scatter_each"} if shards > 1 else {}
+    accumulating, times = {}, 2  # by default gradients of shards would be whole between micro-batches
     while size % times == 0 and size >= times:
-        values: dict[str, Any] = {"train_batch_size": size // times}
-        if plan.settings["global_batch_size"] is None:
-            values["gradient_accumulation_steps"] = plan.settings["accumulation"] * times
-        if shards > 1:  # by default gradients would be whole between micro-batches
-            values["sync_policy"] = "reduce_scatter_each"
-        accumulating.append((f"micro-batches of {size // times}", {"training_parameters": values}))
+        if settings["global_batch_size"] is None:
+            also = {"training.gradient_accumulation_steps": settings["accumulation"] * times} | also
+        accumulating[f"micro-batches of {size // times}"] = {"training.train_batch_size": size // times} | also
         times *= 2
-    in_parts: list[tuple[str, Changes]] = []
-    for ranks in (2, 4, 8) if plan.mesh["tp"] == 1 else ():
-        name = "dp_shard" if shards % ranks == 0 else "dp_replicate"
-        if plan.mesh[name] % ranks == 0:
-            sizes = {"dp_replicate": copies, "dp_shard": shards, "tensor_parallel": ranks}
-            changes = {"device_parameters": sizes | {name: plan.mesh[name] // ranks}}
-            in_parts.append((f"layers over {ranks} ranks", changes))
-    return (
-        [(f"{way} recomputation", {"device_parameters": {"activation_checkpointing": way}}) for way in ways],
-        [
-            (
-                f"shards over {shards * n} ranks",
-                {"device_parameters": {"dp_replicate": copies // n, "dp_shard": shards * n}},
-            )
-            for n in more
-        ],
-        accumulating,
-        in_parts,
+    yield accumulating
+    in_parts = {}
+    for ranks in (2, 4, 8) if mesh["tp"] == 1 else ():
+        cut = "dp_shard" if shards % ranks == 0 else "dp_replicate"
+        if mesh[cut] % ranks == 0:
+            sizes = {"dp_replicate": copies, "dp_shard": shards, "tensor_parallel": ranks, cut: mesh[cut] // ranks}
+            in_parts[f"layers over {ranks} ranks"] = {f"device.{name}": n for name, n in sizes.items()}
+    yield in_parts
+
+
+# -- a search: the meshes on which a program fits, best first by what a step costs there
+
+
+def _meshes(world_size: int, ranks_per_host: int) -> Iterator[dict[str, int]]:
+    """Replicas and shards, each alone and with one further axis of up to 8 ranks of a host."""
+    for axis, size in ((None, 1), *((axis, size) for axis in AXES for size in (2, 4, 8))):
+        if world_size % size == 0 and size <= ranks_per_host:
+            rest = world_size // size
+            of_a_host = max(n for n in range(1, max(1, ranks_per_host // size) + 1) if rest % n == 0)
+            for shards in sorted({rest, of_a_host, 1}, reverse=True):
+                sizes = {"dp_replicate": rest // shards, "dp_shard": shards, **dict.fromkeys(AXES, 1)}
+                yield sizes if axis is None else sizes | {axis: size}
+
+
+def _searched(given: RankPlan, job: RankJob, memory: int, rates: Rates) -> list[Tried]:
+    """All meshes, those that fit first, the cheapest of them at the top; `given` is the config's as it is."""
+    found: list[Tried] = []
+    failed: set[str] = set()  # axes with which greater sizes would fail too
+    for sizes in _meshes(job.world_size, job.ranks_per_host):
+        axis = next((name for name in AXES if sizes[name] > 1), "")
+        for way in WAYS if axis not in failed else ():
+            values = {name: n for name, n in sizes.items() if name not in AXES or n != given.mesh[AXES[name]]}
+            changes: dict[str, Any] = {f"device.{name}": value for name, value in values.items()}
+            if way != given.settings["activation_checkpointing"]:
+                changes["device.activation_checkpointing"] = way
+            _tell(flags_of(changes))
+            mesh = tried(axis, replace(job, rank=0, changes=changes), partial(_cost_of, rates=rates))
+            if mesh.plan is None and way != WAYS[0]:
+                break
+            found.append(mesh)
+            if mesh.plan is None:
+                failed.add(axis)
+            if mesh.plan is None or mesh.fits(memory):  # more recomputation would only cost more
+                break
+    return sorted(found, key=lambda each: (not each.fits(memory), each.cost.per_sample if each.cost else math.inf))
+
+
+def _cost_of(plan: RankPlan, rates: Rates) -> Cost:
+    """What the operations and the bytes of a plan take."""
+    settings, mesh = plan.settings, plan.mesh
+    waits = 1 + (mesh["pp"] - 1) / settings["parts"]
+    return Cost(
+        compute=plan.flops / (rates.tflops * 1e12) * waits,
+        host=sum(each.sent for each in plan.traffic if each.hosts == 1) / (rates.host_gb * 1e9),
+        network=sum(each.sent for each in plan.traffic if each.hosts > 1) / (rates.network_gb * 1e9),
+        samples=settings["train_batch_size"] * settings["accumulation"] * mesh["dp_replicate"] * mesh["dp_shard"],
     )
 
 
@@ -182,14 +356,15 @@ def plan(
             assert plan("train.py", world=64, gpu_memory="80GiB").fits
         ```
     """
-    options = [f"--world={world}", f"--ranks-per-host={ranks_per_host}", "--json"]
-    options += [] if rank is None else [f"--rank={rank}"]
-    options += ["--search"] if search else []
-    options += [] if gpu_memory is None else [f"--gpu-memory={gpu_memory}"]
-    words = [sys.executable, "-m", "dream_trainer", "plan", program, *options, *overrides]
-    run = subprocess.run(words, capture_output=True, text=True, check=False)
+    options: dict[str, Any] = {"rank": rank, "ranks_per_host": ranks_per_host}
+    options["memory"] = None if gpu_memory is None else parse_size(gpu_memory)
+    options["rates"] = (400.0, 300.0, 40.0) if search else None
     try:
-        values = json.loads(run.stdout)
-    except ValueError:
-        raise PlanError(run.stderr.strip().removeprefix("error: ")) from None
-    return cattrs.structure(values, MeshPlan)
+        (found,) = apart(_send_plan, replace(Program.of(program), arguments=overrides), world, **options)
+    except ConfigError as error:
+        raise PlanError(str(error)) from error
+    return cast(MeshPlan, found)
+
+
+def _send_plan(program: Program, world: int, asker: Connection, **options: Any) -> None:
+    asker.send(make_plan(program, world, **options))

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from dream_trainer.loggers.formatting import format_bytes
-from dream_trainer.planning.planner import MeshPlan
-from dream_trainer.planning.rank_plan import RankPlan, Tried
+from dream_trainer.planning.planned_trainer import LEFT_OUT
+from dream_trainer.planning.planner import MeshPlan, RankPlan, Tried
 
 _MEANS = {
     "parameters": "this rank's part",
@@ -20,7 +20,7 @@ _MEANS = {
     "activations": "made in forward, or again by recomputation",
     "temporaries": "made in backward, or by the optimizer",
 }
-_SHOWN_MODULES, _SHOWN_LINES = 12, 5
+_SHOWN_MODULES = 12
 
 
 def _table(header: str, rows: Iterable[Iterable[object]]) -> list[str]:
@@ -50,28 +50,25 @@ def markdown(plan: MeshPlan) -> str:
         for each in worst.traffic
     ]
     lines += _table(sent, rows) if rows else ["", "Nothing is sent."]
-    lines += _reads(worst)
-    took = f"{worst.seconds:.0f} s and {format_bytes(worst.process_bytes)} of this machine"
-    lines += ["", f"Left out: {worst.left_out}. Kernels are those of the CPU. Took {took}."]
+    if worst.read:
+        lines += ["", "Asked for values, which a plan does not have; they got 1 or False:", ""]
+        lines += [f"- {line}" for line in worst.read]
+    lines += ["", f"Left out: {LEFT_OUT}. Kernels are those of the CPU."]
     return "\n".join(lines)
 
 
 def _verdict(plan: MeshPlan) -> str:
-    assert plan.memory is not None
+    size, answer = format_bytes(plan.memory or 0), plan.answer
     if plan.fits:
-        return f"It fits into {format_bytes(plan.memory)}."
-    answer, over = plan.answer, format_bytes(plan.worst.peak - plan.memory)
+        return f"It fits into {size}."
+    told = f"It does not fit into {size} ({format_bytes(plan.worst.peak - (plan.memory or 0))} too much)"
     if answer is None or answer.plan is None:
-        return (
-            f"It does not fit into {format_bytes(plan.memory)} ({over} too much), nor with any change that was tried."
-        )
-    peak = format_bytes(answer.plan.peak)
-    return f"It does not fit into {format_bytes(plan.memory)} ({over} too much). It does with `{answer.flags}`: {peak}."
+        return f"{told}, nor with any change that was tried."
+    return f"{told}. It does with `{answer.flags}`: {format_bytes(answer.plan.peak)}."
 
 
 def _row_of_change(tried: Tried) -> list[str]:
-    plan = tried.plan
-    numbers = [tried.error.replace("|", "/"), "-"]
+    plan, numbers = tried.plan, [tried.error.replace("|", "/"), "-"]
     if plan is not None:
         numbers = [format_bytes(plan.peak), format_bytes(sum(row.sent for row in plan.traffic))]
     return [tried.change, *numbers, f"`{tried.flags}`"]
@@ -111,12 +108,3 @@ def _modules(plan: RankPlan) -> list[str]:
         "At the peak, made by or part of | Modules | Bytes",
         ([name, len(each), format_bytes(sum(each))] for name, each in rows),
     )
-
-
-def _reads(plan: RankPlan) -> list[str]:
-    """Lines of the user's."""
-    if not plan.read:
-        return []
-    shown = [f"- {line}" for line in list(plan.read)[:_SHOWN_LINES]]
-    more = [f"- and {len(plan.read) - _SHOWN_LINES} more"] if len(plan.read) > _SHOWN_LINES else []
-    return ["", "Asked for values, which a plan does not have; they got 1 or False:", "", *shown, *more]

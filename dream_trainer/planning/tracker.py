@@ -9,7 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +30,7 @@ from dream_trainer.compat.pytorch import in_backward, local_tensor, name_of_oper
 from dream_trainer.nested import leaves
 from dream_trainer.users_code import line_running_in
 
-KINDS = ("parameters", "buffers", "gradients", "optimizer state", "inputs", "communication", "activations")
-TEMPORARIES = "temporaries"  # made in backward or by the optimizer, and none of the above
+TEMPORARIES = "temporaries"  # made in backward or by the optimizer, and of no other kind
 
 
 @dataclass(slots=True, eq=False)
@@ -40,13 +41,14 @@ class Label:
     module: str
 
 
-class Piece(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Piece:
     """Bytes that lived between two ticks."""
 
     n_bytes: int
     label: Label
     born: int
-    died: int | None
+    died: int | None = None
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,6 @@ class StepMeasure:
     """Bytes at the peak by kind."""
     modules: dict[str, int]
     """Bytes at the peak by the module that made them; parameters, gradients and optimizer state by their own."""
-    after: dict[str, int]
-    """Bytes after the step by kind."""
     traffic: list[Crossing]
     flops: int
     """Of matrix products and attention, with what is computed again."""
@@ -86,10 +86,12 @@ class StepMeasure:
 class Tracker(TorchDispatchMode):
     """Follows the storages of tensors that operations make while it is on."""
 
+    _is_paused = False
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._alive: dict[int, tuple[int, Label, int]] = {}  # by storage: bytes, label, birth
-        self._dead: list[Piece] = []
+        self._alive: dict[int, Piece] = {}  # by storage
+        self._pieces: list[Piece] = []  # also those that have died in this window
         self._tick = self._total = self._peak = self._peak_at = self._flops = 0
         self._calls, self._sent = Counter[tuple[str, str]](), Counter[tuple[str, str]]()  # by operation and group
         self._read = Counter[str]()
@@ -110,12 +112,12 @@ class Tracker(TorchDispatchMode):
 
     def module_of(self, tensor: Tensor) -> str | None:
         """Of a tensor that lives."""
-        return self._alive[key][1].module if (key := storage_id(local_tensor(tensor))) in self._alive else None
+        return self._alive[key].label.module if (key := storage_id(local_tensor(tensor))) in self._alive else None
 
     def _note(self, tensor: Tensor, kind: str) -> Label:
         storage, key = tensor.untyped_storage(), storage_id(tensor)
         if key in self._alive:
-            return self._alive[key][1]
+            return self._alive[key].label
         label = Label(kind, self._inside[-1] if self._inside else "")
         self._add(key, storage.nbytes(), label)
         weakref.finalize(storage, self._remove, key).atexit = False
@@ -123,20 +125,17 @@ class Tracker(TorchDispatchMode):
 
     def _add(self, key: int, n_bytes: int, label: Label) -> None:
         self._tick += 1
-        self._alive[key] = n_bytes, label, self._tick
+        self._alive[key] = Piece(n_bytes, label, self._tick)
+        self._pieces.append(self._alive[key])
         self._total += n_bytes
         if self._total > self._peak:
             self._peak, self._peak_at = self._total, self._tick
 
     def _remove(self, key: int) -> Label:
-        n_bytes, label, born = self._alive.pop(key)
-        self._total -= n_bytes
-        self._dead.append(Piece(n_bytes, label, born, self._tick))
-        return label
-
-    def _resized(self, storage: torch.UntypedStorage) -> None:
-        if (key := storage_id(storage)) in self._alive:
-            self._add(key, storage.nbytes(), self._remove(key))
+        piece = self._alive.pop(key)
+        piece.died = self._tick
+        self._total -= piece.n_bytes
+        return piece.label
 
     # -- one window
 
@@ -144,26 +143,30 @@ class Tracker(TorchDispatchMode):
     def window(self, modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
         """Inside, counts what `measured` returns."""
         self._names = {id(part): path for path, part in modules}
-        for counted in (self._dead, self._calls, self._sent, self._read, self._inside):
+        for counted in (self._calls, self._sent, self._read, self._inside):
             counted.clear()
+        self._pieces = [*self._alive.values()]
         self._peak, self._peak_at, self._flops, self.phase = self._total, self._tick, 0, "activations"
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> None:
+            resize(storage, size)
+            if (key := storage_id(storage)) in self._alive:
+                self._add(key, storage.nbytes(), self._remove(key))
+
         with ExitStack() as stack:
-            stack.enter_context(_resizes_heard(self._resized))
-            stack.enter_context(without_propagation(self._paused))
-            for hook in (
-                register_module_forward_pre_hook(self._enter),
-                register_module_forward_hook(self._leave, always_call=True),
-            ):
-                stack.callback(hook.remove)
+            # FSDP frees and remakes parameters by resizing their storages, which no mode sees.
+            stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_))
+            stack.enter_context(without_propagation(partial(patch.object, self, "_is_paused", new=True)))
+            stack.callback(register_module_forward_pre_hook(self._enter).remove)
+            stack.callback(register_module_forward_hook(self._leave, always_call=True).remove)
             stack.enter_context(self)
             yield
 
     def measured(self, world: Any) -> StepMeasure:
         """The last window."""
-        kinds, modules, after = Counter[str](), Counter[str](), Counter[str]()
-        for piece in [*self._dead, *(Piece(*alive, died=None) for alive in self._alive.values())]:
-            if piece.died is None:
-                after[piece.label.kind] += piece.n_bytes
+        kinds, modules = Counter[str](), Counter[str]()
+        for piece in self._pieces:
             if piece.born <= self._peak_at and (piece.died is None or piece.died >= self._peak_at):
                 kinds[piece.label.kind] += piece.n_bytes
                 modules[piece.label.module] += piece.n_bytes
@@ -172,7 +175,6 @@ class Tracker(TorchDispatchMode):
             peak=self._peak,
             at_peak=dict(kinds),
             modules=dict(modules),
-            after=dict(after),
             traffic=sorted(traffic, key=lambda row: (row.dimensions, row.operation)),
             flops=self._flops,
             read={line: times for line, times in self._read.items() if line},
@@ -183,16 +185,6 @@ class Tracker(TorchDispatchMode):
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._inside.pop()
-
-    _is_paused = False
-
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
 
     # -- operations
 
@@ -229,26 +221,23 @@ class Tracker(TorchDispatchMode):
     def _note_communication(self, namespace: str, name: str, args: Any, kwargs: Any, result: Any) -> None:
         given = [tensor for tensor in leaves((args, kwargs)) if isinstance(tensor, Tensor)]
         if namespace == "fsdp":  # copies between parameters and what is sent
-            of = leaves(kwargs.get("out", result))
-            for tensor in (each for each in of if isinstance(each, Tensor)):
-                self._is_for_communication(tensor)
+            self._are_for_communication(kwargs.get("out", result))
             if name == "chunk_cat":
                 self.mark(leaves(args[0]), "gradients")
             return
         group = name_of_group(args)
         if group is None or name in ("wait_tensor", "barrier"):
             return
-        for tensor in (*given, *leaves(result)):
-            if isinstance(tensor, Tensor):
-                self._is_for_communication(tensor)
+        self._are_for_communication(given, result)
         operation, whole = _COLLECTIVES.get(name, (name.strip("_"), lambda given, result: given))
         self._calls[operation, group] += 1
         self._sent[operation, group] += sum(tensor.nbytes for tensor in leaves(whole(given, result)))
 
-    def _is_for_communication(self, tensor: Tensor) -> None:
-        label = self._note(tensor, "communication")
-        if label.kind in ("activations", TEMPORARIES):
-            label.kind = "communication"
+    def _are_for_communication(self, *tensors: Any) -> None:
+        for tensor in leaves(tensors):
+            if isinstance(tensor, Tensor):
+                label = self._note(tensor, "communication")
+                label.kind = "communication" if label.kind in ("activations", TEMPORARIES) else label.kind
 
 
 _FLOPS: dict[str, Callable[..., int]] = {
@@ -258,8 +247,8 @@ _FLOPS: dict[str, Callable[..., int]] = {
         grad.shape, q.shape, k.shape, v.shape
     ),
 }
-Whole = Callable[[list[Tensor], Any], Any]
-_COLLECTIVES: dict[str, tuple[str, Whole]] = {
+# Their names here, and the whole tensors of what is given to them and what they return.
+_COLLECTIVES: dict[str, tuple[str, Callable[[list[Tensor], Any], Any]]] = {
     "_allgather_base_": ("all_gather", lambda given, result: given[0]),
     "_reduce_scatter_base_": ("reduce_scatter", lambda given, result: given[1]),
     "alltoall_base_": ("all_to_all", lambda given, result: given[1]),
@@ -270,8 +259,6 @@ _COLLECTIVES: dict[str, tuple[str, Whole]] = {
     "all_to_all_single": ("all_to_all", lambda given, result: given[0]),
     "recv_": ("receive", lambda given, result: given),
 }
-
-
 _SHARES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 
 
@@ -291,19 +278,3 @@ def _dimensions(world: Any, ranks: list[int]) -> str:
         if different > 1:
             names.append(name if different == size else f"{name} ({different} of {size})")
     return " x ".join(names)
-
-
-@contextmanager
-def _resizes_heard(heard: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """FSDP frees and remakes parameters by resizing their storages, which no mode sees."""
-    resize = torch.UntypedStorage.resize_
-
-    def resize_(storage: torch.UntypedStorage, size: int) -> None:
-        resize(storage, size)
-        heard(storage)
-
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]

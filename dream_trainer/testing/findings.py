@@ -1,62 +1,38 @@
-"""The checks of a trainer: the runs they need, their findings, and likely causes."""
+"""The checks of a trainer: the runs they need, what differs in two of them, and likely causes."""
 
 from __future__ import annotations
 
+import math
 import random
+import re
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache, cached_property
+from importlib import import_module
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from dream_trainer.errors import ConfigError, DreamTrainerError
-from dream_trainer.testing.comparison import (
-    DATA,
-    Difference,
-    attributes_apart,
-    beyond_rounding,
-    differences,
-    first_difference,
-    other_files,
-    ranks_differ,
-    steps_of,
-)
-from dream_trainer.testing.launcher import Launcher, Run
+from dream_trainer.testing.checked_runs import Launcher, Run
+from dream_trainer.testing.run_probe import Summary, Values
 
 CHECKS = ("deterministic", "parity", "resume", "kill", "order", "validation", "schedules", "cost")
-SLOW = 0.25
-"""Seconds of CPU time of a step above which batches are made smaller."""
-RANDOM = ("logged", "gradients", "weights", "optimizer", "buffers")
-"""Stages that random numbers and statistics of micro-batches change."""
-UNSEEDED = (
-    "It comes from the clock, the system or an unseeded generator. Draw from the global generators, which the trainer "
-    "seeds from config.seed, or from a generator with a seed."
-)
-SETS = "Iterate over a list or sorted(...), not over a set."
-OWN_STATE = (
-    "has its own state, which each worker copies, or draws from its own generator. Draw from the global "
-    "generators, which are seeded for each sample."
-)
-COLLECTIVES = "All ranks have to call a collective (all_reduce, gathered, barrier, save) in the same order."
-LOCAL_VALUE = (
-    "computes it over this rank's samples, or weighs batches of unequal size alike. Return the value and its weight, "
-    "or use a torchmetrics object."
-)
-TWICE = "self.step(model, optimizer, scheduler) steps what it is handed: leave out the other call."
-STILL = "with models in evaluation mode, since dropout and batch statistics are of a micro-batch"
-SEEDED = "with equal micro-batches and random numbers, since training_step draws some"
-WEIGHTS = (
-    "Each part of the batch has the loss that it should have, and parts of unequal numbers of tokens or samples count "
-    "alike. Give self.backward(loss, weight=...) and logged values their weight."
-)
-OF_STAGE = {
+DATA = ("replicas", "shards")  # meshes that are checked with --quick too
+SLOW = 0.25  # seconds of CPU time of a step above which batches are made smaller
+RANDOM = ("logged", "gradients", "weights", "optimizer", "buffers")  # stages that random numbers change
+OF_STAGE = {  # what a difference between ranks and one process means, if nothing else explains it
     "samples": "Give each rank the whole dataset in the same order; the trainer deals it.",
     "rates": "Step a scheduler once for each optimizer step, by self.step(model, optimizer, scheduler).",
     "logged": (
-        "The loss of a sample depends on the others of its rank's batch. Gather them: "
-        "self.world.all_gather_with_gradient."
+        "Either the loss of a sample depends on the others of its rank's batch: gather them by "
+        "self.world.all_gather_with_gradient. Or parts of unequal numbers of tokens or samples count alike: give "
+        "self.backward(loss, weight=...) and logged values their weight."
     ),
     "gradients": (
         "Give self.backward(loss, weight=...) the number of tokens or samples, if micro-batches have unequal ones. "
@@ -64,7 +40,6 @@ OF_STAGE = {
         "nothing may read, change or clear p.grad before."
     ),
 }
-"""What a difference between ranks and one process means, if nothing else explains it."""
 
 
 @dataclass
@@ -75,7 +50,7 @@ class Finding:
     holds: bool | None
     """None if it could not be checked, or is only informational."""
     text: str
-    cause: Sequence[str] = field(default_factory=list)
+    cause: Sequence[str] = ()
 
     def __str__(self) -> str:
         mark = {True: "ok  ", False: "FAIL", None: "-   "}[self.holds]
@@ -87,28 +62,25 @@ class ProgramError(DreamTrainerError):
 
 
 class TrainerChecks:
-    """The checks of one program.
-
-    Args:
-        launcher: Starts its runs.
-        quick: Whether to leave out four ranks, further places to stop at, SIGTERM, and other checks that take longer.
-    """
+    """The checks of one program. `quick` leaves out four ranks, further places to stop at, SIGTERM and workers."""
 
     def __init__(self, launcher: Launcher, *, quick: bool = False) -> None:
         self._launcher, self._quick = launcher, quick
-        self._runs: dict[str, Future[list[Run]]] = {}
         self._compared: dict[str, tuple[Run, Run, Run]] = {}  # what parity was seen on: one process, ranks, rounding
         self.parity_of = cache(self._parity_of)
 
     def findings(self, checks: Sequence[str] = CHECKS, meshes: Sequence[str] | None = None) -> Iterator[Finding]:
         """Runs the program once, to learn how long it is, and then as these checks need it."""
-        (scout,) = self._launcher.start("first look", {"stop_at": 2, "saves": 0}).result()
+        self._launcher.start("first look", {"stop_at": 2, "saves": 0})
+        scout = self["first look"]
         if scout.error is not None and scout.error["is_argument"]:
-            raise ConfigError(scout.error["message"])
+            raise ConfigError(scout.error["text"])
         if not scout.is_whole:
             raise ProgramError((scout.error["trace"] if scout.error else f"{scout.why()}\n{scout.output()}").strip())
         record = scout.records[0]
-        self._launcher.preload(record["modules"])
+        for name in record["modules"]:  # once, and not in each run
+            with suppress(Exception):
+                import_module(name)
         self._launcher.patience = 20 + 3 * scout.seconds
         self.facts = record["facts"]
         arguments = self._launcher.program.arguments
@@ -153,25 +125,24 @@ class TrainerChecks:
         facts, batch = self.facts, self.batch
         if not facts["ranks"] or batch is None:
             return {}
-        possible = {
-            "2 replicas": ("replicas", batch % 2 == 0),
-            "2 shards": ("shards", batch % 2 == 0 and facts["shards"]),
-            "2 x 2 shards": ("hybrid", batch % 4 == 0 and facts["shards"] and not self._quick),
-            "tensor_parallel=2": ("tensor", facts["tensor"] and not self._quick),
-            "context_parallel=2": ("context", facts["context"] and not self._quick),
-            "pipeline_parallel=2": ("pipeline", is_staged and not self._quick),
+        possible: dict[str, tuple[str, bool, dict[str, int]]] = {
+            "2 replicas": ("replicas", batch % 2 == 0, {"dp_replicate": 2}),
+            "2 shards": ("shards", batch % 2 == 0 and facts["shards"], {"dp_shard": 2}),
+            "2 x 2 shards": ("hybrid", batch % 4 == 0 and facts["shards"], {"dp_replicate": 2, "dp_shard": 2}),
+            "tensor_parallel=2": ("tensor", facts["tensor"], {"tensor_parallel": 2}),
+            "context_parallel=2": ("context", facts["context"], {"context_parallel": 2}),
+            "pipeline_parallel=2": ("pipeline", is_staged, {"pipeline_parallel": 2}),
         }
         return {
-            name: {"mesh": mesh, "ranks": 4 if mesh == "hybrid" else 2}
-            for name, (mesh, is_possible) in possible.items()
-            if is_possible and (wanted is None or mesh in wanted)
+            name: {"sizes": sizes, "ranks": 2 * len(sizes)}
+            for name, (mesh, is_possible, sizes) in possible.items()
+            if is_possible and (mesh in wanted if wanted is not None else not self._quick or mesh in DATA)
         }
 
     def _start(self, checks: Sequence[str]) -> None:
         facts, size = self.facts, self.micro_batch or self.facts["batch_size"]
         is_compared = "parity" in checks or "validation" in checks
-        #: The default mesh of two ranks.
-        self.two = next((name for name in ("2 shards", "2 replicas") if name in self.meshes), "alone")
+        self.two = next((name for name in ("2 shards", "2 replicas") if name in self.meshes), "alone")  # by default
         needs_two = "kill" in checks or ("resume" in checks and not self._quick)
         self._begin("alone")
         self._begin("again")
@@ -195,31 +166,24 @@ class TrainerChecks:
             place = random.randrange(two.get("ranks", 1)), random.randrange(2, max(3, self.steps - 1))
             self._begin(name, {"killed": (*place, getattr(signal, name))}, {}, saves=2, **two)
 
-    def _begin(self, name: str, *links: Mapping[str, Any], **values: Any) -> None:
+    def _begin(self, name: str, *links: dict[str, Any], **values: Any) -> None:
         """Starts runs in one directory, of which each continues the last."""
-        if name not in self._runs:
-            jobs = [self._job(**values, **link) for link in links or ({},)]
-            self._runs[name] = self._launcher.start(name, *jobs)
-
-    def _job(self, **values: Any) -> dict[str, Any]:
+        if name in self._launcher:
+            return
         validation = max(1, (2 if self.micro_batch else 4) // values.get("ranks", 1)) if self.cuts_validation else None
-        lengths = {
-            "steps": self.steps,
-            "epoch": self.epoch,
-            "validate_every": self.epoch or 3,
-            "validation": validation,
-        }
-        return lengths | {"batch": self.batch, "micro_batch": self.micro_batch} | values
+        given = {"steps": self.steps, "epoch": self.epoch, "batch": self.batch, "micro_batch": self.micro_batch}
+        given |= {"validation": validation, "loader_batch": self.facts["batch_size"] or 0}
+        self._launcher.start(name, *(given | values | link for link in links or ({},)))
 
     def __getitem__(self, name: str) -> Run:
-        return self._runs[name].result()[-1]
+        return self._launcher[name][-1]
 
     # -- what differs, and why
 
     @cached_property
     def unstable(self) -> set[tuple[int, str]]:
         """Logged values that two equal runs have otherwise, as times are."""
-        one, other = (steps_of([self[name]]) for name in ("alone", "again"))
+        one, other = (values_of([self[name]]) for name in ("alone", "again"))
         return {(each.step, each.name) for each in differences(one, other, ("logged",))}
 
     @cached_property
@@ -227,12 +191,7 @@ class TrainerChecks:
         return first_difference([self["alone"]], [self["again"]], self.unstable) is None
 
     def _same(
-        self,
-        what: str,
-        text: str,
-        runs: Sequence[Run],
-        cause: Callable[[], list[str]],
-        of: Run | None = None,
+        self, what: str, text: str, runs: Sequence[Run], cause: Callable[[], list[str]], of: Run | None = None
     ) -> Finding:
         """Whether runs are bit for bit as the undisturbed one."""
         failed = next((run for run in runs if not run.is_whole), None)
@@ -243,22 +202,20 @@ class TrainerChecks:
         found = first_difference([of or self["alone"]], runs, self.unstable if of is None else None)
         if found is None:
             return Finding(what, True, f"{text}, bit for bit")
-        return Finding(
-            what, False, f"{text}: step {found.step} differs in {self._place(found, 'before', 'now')}", cause()
-        )
+        text = f"{text}: step {found.step} differs in {self._place(found, 'before', 'now')}"
+        return Finding(what, False, text, cause())
 
     def _beyond(self, one: Run, other: Run, moved: Run) -> Difference | None:
         """The first difference beyond rounding, but of values of a validation."""
-        return beyond_rounding(
-            one, other, moved, lambda each: each.stage != "logged" or self._is_of_steps(each) is True
-        )
+        return beyond_rounding(one, other, moved, lambda each: each.stage != "logged" or bool(self._is_of_steps(each)))
 
     def _is_of_steps(self, logged: Difference) -> bool | None:
         """Whether a value is logged at steps without a validation too; None if equal runs differ in it."""
         record = self["alone"].records[0]
         if (logged.step, logged.name) in self.unstable:
             return None
-        return any(name == logged.name and step not in record["validated"] for step, name in record["logged"])
+        steps = {step for step, stage, name in record["values"] if (stage, name) == ("logged", logged.name)}
+        return not steps <= {*record["validated"]}
 
     def hook(self, name: str) -> str:
         """A user's method, and its place."""
@@ -270,27 +227,16 @@ class TrainerChecks:
 
     def _place(self, difference: Difference, one: str, other: str) -> str:
         """Where in the user's code a difference of a stage comes from."""
-        made_by = " or ".join(self._hooks("configure_models", "init_weights", "load_pretrained") or ["setup"])
-        stage = {
-            "initial weights": f"initial weights, of {made_by}",
-            "order": f"the order of modules, of {made_by}",
-            "samples": f"the samples, of {self.facts['dataset']} or its loader",
-            "logged": f"{self.hook('training_step')}, from equal weights and samples",
-            "gradients": f"gradients, of {self.hook('training_step')}",
-            "rates": f"learning rates, of {self.hook('configure_optimizers')} or a scheduler",
-            "trained": "which parameters are trained (requires_grad)",
-            "weights": "weights, though gradients and learning rates agree",
-            "optimizer": "the optimizer's state",
-            "buffers": "buffers",
-            "steps": "the number of steps",
-        }[difference.stage]
+        names = {name: self.hook(name) for name in ("training_step", "configure_optimizers")}
+        names["setup"] = " or ".join(self._hooks("configure_models", "init_weights", "load_pretrained") or ["setup"])
+        stage = STAGES[difference.stage].format(**names, dataset=self.facts["dataset"])
         return f"{stage} [{difference.told(one, other)}]"
 
     def _told(self, paths: Sequence[str], run: Run, what: Callable[[str], str]) -> list[str]:
-        """Attributes, with the methods after which they were others."""
-        lines = []
+        """Attributes and weights, with the methods after which they were others."""
+        lines, record = [], run.records[0]
         for path in paths[:4]:
-            events = [*run.records[0]["changes"].get(path, {})]
+            events = [*record["changes"].get(path, {})] or _between(record["written"].get(path, {}))
             hooks = self._hooks(*(event for event in events if event != "pre_fit"))
             hooks += self._hooks("post_train_batch") if "training_step" in events else []
             lines.append(f"`{path}` changes in {' or '.join(hooks[:2] or events[:2])} and {what(path)}.")
@@ -311,27 +257,34 @@ class TrainerChecks:
         return self._told(attributes_apart(*records), self["alone"], what)
 
     def _moved(self, run: Run) -> list[str]:
-        moved = {name for found in steps_of([run]).values() for name in found.get("moved", ())}
-        hooks = self._hooks("post_train_step", "pre_train_batch", "post_epoch", "pre_epoch")
-        return [
-            f"{name} is changed between two steps: {', '.join(hooks) or 'by a callback'}." for name in sorted(moved)[:1]
-        ]
+        """Weights that change between two steps."""
+        paths = [path for path, events in run.records[0]["written"].items() if _between(events)]
+        return self._told(paths[:1], run, lambda path: "is not what its optimizer has made of it")
 
     # -- findings
 
     def deterministic(self) -> Iterator[Finding]:
         again = self["again"]
+        cause = (
+            "It comes from the clock, the system or an unseeded generator. Draw from the global generators, which the "
+            "trainer seeds from config.seed, or from a generator with a seed."
+        )
         yield self._same(
-            "deterministic", f"{self.steps} steps twice", [again], lambda: [*self._apart_at_start(again), UNSEEDED]
+            "deterministic", f"{self.steps} steps twice", [again], lambda: [*self._apart_at_start(again), cause]
         )
 
     def order(self) -> Iterator[Finding]:
-        if "hash" in self._runs:
+        if "hash" in self._launcher:
             run = self["hash"]
             text = f"{self.steps} steps with PYTHONHASHSEED=1"
-            yield self._same("hash", text, [run], lambda: [*self._apart_at_start(run), SETS])
-        if "workers" in self._runs:
-            text, cause = f"{self.steps} steps with 2 workers of the loader", f"{self.facts['dataset']} {OWN_STATE}"
+            sets = "Iterate over a list or sorted(...), not over a set."
+            yield self._same("hash", text, [run], lambda: [*self._apart_at_start(run), sets])
+        if "workers" in self._launcher:
+            cause = (
+                f"{self.facts['dataset']} has its own state, which each worker copies, or draws from its own "
+                "generator. Draw from the global generators, which are seeded for each sample."
+            )
+            text = f"{self.steps} steps with 2 workers of the loader"
             yield self._same("workers", text, [self["workers"]], lambda: [cause])
 
     def parity(self) -> Iterator[Finding]:
@@ -339,42 +292,41 @@ class TrainerChecks:
             why = "its loader has no batch size" if self.batch is None else "only SetupMixin trains on several ranks"
             yield Finding("parity", None, f"not checked: {why}")
             return
-        yield from map(self.parity_of, [*self.meshes, *({"accumulation"} & self._runs.keys())])
+        yield from map(self.parity_of, [*self.meshes, *(["accumulation"] if "accumulation" in self._launcher else [])])
 
     def _parity_of(self, name: str) -> Finding:
         what, alone, run, moved = f"parity, {name}", self["alone"], self[name], self["moved"]
-        mesh, turns = run.job.mesh, alone.records[0]["turns"].values()
+        parts, turns = run.job.parts, alone.records[0]["turns"].values()
         if name == "accumulation" and any(count > len(alone.records[0]["steps"]) for count in turns):
             return Finding(what, None, "not checked: an optimizer steps several times on one batch")
         if not run.is_whole:
-            return Finding(what, False, run.why(), [COLLECTIVES] if run.waiting else [])
+            order = "All ranks have to call a collective (all_reduce, gathered, barrier, save) in the same order."
+            return Finding(what, False, run.why(), [order] if run.waiting else [])
         if not self.is_deterministic or not moved.is_whole:
-            return Finding(
-                what, None, "not checked, since one process is not deterministic, or fails with other weights"
-            )
-        if mesh in DATA and (apart := ranks_differ(run)) is not None:
+            return Finding(what, None, "not checked: one process is not deterministic, or fails with other weights")
+        if parts > 1 and (apart := ranks_differ(run)) is not None:
             text = f"ranks differ after step {apart.step}: {self._place(apart, 'on rank 0', 'on another')}"
             return Finding(what, False, text, self._about_ranks(run, apart))
         self._compared[name], why = (alone, run, moved), ""
         difference = self._beyond(alone, run, moved)
         if difference is not None and difference.stage in RANDOM:
             self._begin("alone, still", mode="still")
-            mode, micro, why = "still", {}, f"; {STILL}"
-            if self["alone, still"].is_whole and _is_random(self["alone, still"]):
+            mode, micro = "still", {}
+            why = "; with models in evaluation mode, since dropout and batch statistics are of a micro-batch"
+            still = self["alone, still"]
+            if still.is_whole and any(step["is_random"] for step in still.records[0]["steps"].values()):
                 if name == "accumulation":
                     return Finding(what, None, "not checked: training_step draws random numbers")
-                parts = run.records[0]["facts"]["accumulation"] * (run.job.ranks if mesh in DATA else 1)
-                mode, why = "seeded", f"; {SEEDED}"
+                parts *= run.records[0]["facts"]["accumulation"]
+                mode = "seeded"
+                why = "; with equal micro-batches and random numbers, since training_step draws some"
                 micro = {"micro_batch": max(1, (alone.job.batch or 1) // parts)}
             own = {"micro_batch": run.job.micro_batch} if name == "accumulation" else self.meshes[name]
-            again = {
-                f"alone, {mode}{micro or ''}": {"mode": mode},
-                f"{name}, {mode}{micro or ''}": {"mode": mode, **own},
-                f"moved, {mode}{micro or ''}": {"mode": f"{mode} noise"},
-            }
-            for each, values in again.items():
-                self._begin(each, **values | micro)
-            one, other, near = (self[each] for each in again)
+            each = f"{mode}{micro or ''}"
+            self._begin(f"alone, {each}", mode=mode, **micro)
+            self._begin(f"{name}, {each}", mode=mode, **own | micro)
+            self._begin(f"moved, {each}", mode=f"{mode} noise", **micro)
+            one, other, near = (self[f"{which}, {each}"] for which in ("alone", name, "moved"))
             if one.is_whole and other.is_whole and near.is_whole:
                 self._compared[name] = alone, run, _ = one, other, near
                 difference = self._beyond(one, other, near)
@@ -383,9 +335,8 @@ class TrainerChecks:
         if difference is None:
             return Finding(what, True, f"{len(run.records[0]['steps'])} steps as in one process, to rounding{why}")
         where = self._place(difference, "in one process", f"with {name}")
-        if name == "accumulation" and difference.stage == "logged" and not _counts_unlike(alone, run, difference.step):
-            text = "the loss depends on which samples share a micro-batch, so accumulation changes it"
-            return Finding(what, None, text, [where])
+        if name == "accumulation" and difference.stage == "logged" and not _is_mean(alone, run, difference.step):
+            return Finding(what, None, f"accumulation changes the loss, in {where}", [OF_STAGE["logged"]])
         text = f"step {difference.step} differs beyond rounding, in {where}"
         return Finding(what, False, text, self._about_parity(alone, run, difference))
 
@@ -396,8 +347,6 @@ class TrainerChecks:
             paths = [path for path in attributes_apart(*records) if "training_step" in changes.get(path, ())]
             if paths:
                 return self._told(paths, alone, lambda path: "ends with another value")
-            if difference.stage == "logged" and _counts_unlike(alone, run, difference.step):
-                return [WEIGHTS]
         cause = OF_STAGE.get(difference.stage)
         return self._moved(run) if cause is None else [cause]
 
@@ -416,27 +365,24 @@ class TrainerChecks:
         if not self.facts["saves"]:
             yield Finding("resume", None, "not checked: the trainer has no CheckpointMixin")
             return
-        runs = self._runs["resume"].result()
+        runs = self._launcher["resume"]
         text = f"stopped after step {', '.join(map(str, self.stops))} and continued"
         found = self._same("resume", text, runs, lambda: self._lost(runs[-1]))
         if found.holds and (lost := self._lost(runs[-1])):
-            found = Finding(
-                "resume", False, f"{text}: weights are equal bit for bit, and attributes are not restored", lost
-            )
+            found = Finding("resume", False, f"{text}: weights are equal bit for bit, and attributes are not", lost)
         if found.holds and (files := other_files(self["alone"], self["again"], runs[-1])):
             found = Finding("resume", False, f"{text}: files in the run's directory differ: {', '.join(files)}")
         yield found
-        if "resume on other ranks" in self._runs:
+        if "resume on other ranks" in self._launcher:
             yield self._on_other_ranks("resume on other ranks")
 
     def _on_other_ranks(self, what: str) -> Finding:
-        runs = self._runs[what].result()
+        runs = self._launcher[what]
         text = f"stopped on {runs[0].job.ranks} ranks at step {self.stops[0]}, continued on 1"
         if not runs[-1].is_whole:
             return Finding(what, False, f"{text}: {runs[-1].why()}")
-        begins, ends = runs[-1].records[0]["begins"], runs[0].records[0]["ends"]
-        if begins != ends:
-            return Finding(what, False, f"{text}: it begins at step {begins}, and not at {ends}")
+        if (begins := runs[-1].records[0]["begins"]) != self.stops[0]:
+            return Finding(what, False, f"{text}: it begins at step {begins}")
         if not self.parity_of(self.two).holds:
             return Finding(what, None, f"{text}: not compared, since {self.two} have no parity")
         found = self._beyond(self["alone"], runs[-1], self["moved"])
@@ -448,8 +394,8 @@ class TrainerChecks:
         return Finding(what, False, text, self._lost(runs[-1]))
 
     def kill(self) -> Iterator[Finding]:
-        for name in [name for name in ("SIGKILL", "SIGTERM") if name in self._runs]:
-            what, (first, second), undisturbed = f"kill, {name}", self._runs[name].result(), self[self.two]
+        for name in [name for name in ("SIGKILL", "SIGTERM") if name in self._launcher]:
+            what, (first, second), undisturbed = f"kill, {name}", self._launcher[name], self[self.two]
             if not undisturbed.is_whole:
                 yield Finding(what, None, f"not checked: {self.two} fails by itself")
             elif first.waiting:
@@ -464,13 +410,14 @@ class TrainerChecks:
         if not record["validated"]:
             yield Finding("validation", None, "not checked: nothing is validated")
             return
-        for name, step in [*record["in_validation"].items()][:1]:
-            text = f"{name} changes in {self.hook('validation_step')}, at step {step}"
-            cause = "Leave models in evaluation mode there (no model.train()), and write to nothing that is trained."
-            yield Finding("validation", False, text, [cause])
-            return
+        for name, events in record["written"].items():
+            if "validation_step" in events:
+                text = f"{name} changes in {self.hook('validation_step')}, at step {events['validation_step']}"
+                cause = "Leave models in evaluation mode (no model.train()), and write to nothing that is trained."
+                yield Finding("validation", False, text, [cause])
+                return
         yield Finding("validation", True, "changes no weight and no buffer")
-        names = [name for name, values in self.meshes.items() if values["mesh"] in DATA and self[name].is_whole]
+        names = [name for name in self.meshes if self[name].job.parts > 1 and self[name].is_whole]
         if names and self.is_deterministic and self["moved"].is_whole:
             yield self._validated_by_ranks("validation on ranks", names[0], record["validated"][0])
 
@@ -481,22 +428,24 @@ class TrainerChecks:
         runs = self._compared.get(name)
         if runs is None or beyond_rounding(*runs, lambda each: each.step == step and each.stage == "weights"):
             return Finding(what, None, f"not compared, since {name} differ in training")
-
         found = beyond_rounding(
             *runs, lambda each: each.step == step and each.stage == "logged" and self._is_of_steps(each) is False
         )
         if found is None:
             return Finding(what, True, "values as in one process, to rounding")
         text = f"{found.name} at step {step} is {found.one:.6g} in one process and {found.other:.6g} with {name}"
-        return Finding(
-            what, False, text, [f"{self.hook('validation_step')} or {self.hook('post_val_epoch')} {LOCAL_VALUE}"]
+        cause = (
+            f"{self.hook('validation_step')} or {self.hook('post_val_epoch')} computes it over this rank's samples, or "
+            "weighs batches of unequal size alike. Return the value and its weight, or use a torchmetrics object."
         )
+        return Finding(what, False, text, [cause])
 
     def schedules(self) -> Iterator[Finding]:
         for name, (taken, handed, steps) in self["alone"].records[0]["schedules"].items():
             if taken > steps > 0:
                 text = f"self.{name} makes {taken} steps in {steps} of its optimizer, {handed} by self.step(...)"
-                yield Finding("schedules", False, text, [TWICE])
+                cause = "self.step(model, optimizer, scheduler) steps what it is handed: leave out the other call."
+                yield Finding("schedules", False, text, [cause])
 
     def cost(self) -> Iterator[Finding]:
         record = self["alone"].records[0]
@@ -507,26 +456,174 @@ class TrainerChecks:
         yield Finding("cost", None, f"{text}; {record['reads']} reads of device values in a step")
 
 
-def _is_random(run: Run) -> bool:
-    return any(found["is_random"] for found in run.records[0]["steps"].values())
+def _between(events: Mapping[str, int]) -> list[str]:
+    """Those after which a weight is another one that no step of an optimizer has changed."""
+    return [event for event in events if event not in ("pre_fit", "training_step", "validation_step")]
 
 
-def _counts_unlike(alone: Run, run: Run, step: int) -> bool:
-    """Whether results of the parts of a batch are what they should be, so that only their weights can be wrong."""
-    whole = alone.records[0]["steps"][step]["results"]
-    parts = [result for record in run.records for result in record["steps"][step]["results"]]
-    names = [name for name in whole[0] if all(name in part for part in (*whole, *parts))]
-    each = len(parts) // len(whole)
-    if len(run.records) == 1 and each > 1:  # of each micro-batch in turn
-        groups = [(whole[index : index + 1], parts[index * each : (index + 1) * each]) for index in range(len(whole))]
-    else:
-        groups = [(whole, parts)]
-    for name, (one, other) in ((name, group) for name in names for group in groups):
-        ours, theirs = sorted(part[name] for part in one), sorted(part[name] for part in other)
-        near = 1e-5 * max(map(abs, (*ours, *theirs)))
-        if len(ours) == len(theirs):
-            if any(abs(a - b) > near for a, b in zip(ours, theirs, strict=True)):
-                return False
-        elif not theirs[0] - near <= sum(ours) / len(ours) <= theirs[-1] + near or theirs[-1] - theirs[0] <= near:
-            return False
-    return bool(names)
+def _is_mean(alone: Run, run: Run, step: int) -> bool:
+    """Whether the results of a micro-batch lie between those of its parts, so that only their weights can be wrong."""
+    whole, parts = (each.records[0]["steps"][step]["results"] for each in (alone, run))
+    n = len(parts) // len(whole)
+    of_each = [(one, parts[place * n : (place + 1) * n]) for place, one in enumerate(whole)]
+    values = [(value, [part.get(name, value) for part in own]) for one, own in of_each for name, value in one.items()]
+    return all(min(of_parts) <= value <= max(of_parts) for value, of_parts in values)
+
+
+# -- two runs side by side: what differs in them, in the order of their computation
+
+
+FACTOR = 30.0  # how much farther than a run with weights moved by rounding another one may go
+LEAST = 64 * 2.0**-23  # rounding of float32, in the shortest sums
+HELD = ("rates", "trained", "weights", "optimizer", "buffers")
+STAGES = {  # in the order of their computation
+    "order": "the order of modules, of {setup}",
+    "initial weights": "initial weights, of {setup}",
+    "samples": "the samples, of {dataset} or its loader",
+    "logged": "{training_step}, from equal weights and samples",
+    "gradients": "gradients, of {training_step}",
+    "rates": "learning rates, of {configure_optimizers} or a scheduler",
+    "trained": "which parameters are trained (requires_grad)",
+    "weights": "weights, though gradients and learning rates agree",
+    "optimizer": "the optimizer's state",
+    "buffers": "buffers",
+    "steps": "the number of steps",
+}
+
+
+class Difference(NamedTuple):
+    """What is not the same bit for bit."""
+
+    step: int
+    stage: str
+    name: str
+    one: Any  # None: it has no such value
+    other: Any
+    distance: float
+
+    def told(self, one: str, other: str) -> str:
+        if isinstance(self.one, Summary) or isinstance(self.other, Summary):
+            return self.name
+        if isinstance(self.one, tuple) and isinstance(self.other, tuple):
+            others = (Counter(self.one) - Counter(self.other)).total()
+            return f"{self.name}: {f'{others} of {len(self.one)} samples are others' if others else 'another order'}"
+        a, b = (f"{each:.6g}" if isinstance(each, float) else str(each) for each in (self.one, self.other))
+        return f"{self.name}: {a} {one}, {b} {other}"
+
+
+def values_of(runs: Sequence[Run], rank: int = 0) -> Values:
+    """Of a run that was stopped and resumed."""
+    return {key: value for run in runs for key, value in run.records[rank]["values"].items()}
+
+
+def joined(run: Run) -> Values:
+    """With the samples of all ranks, and with the parts of the model that other ranks hold."""
+    found: Values = {}
+    for record in reversed(run.records):
+        found |= record["values"]
+    samples: dict[int, list[str]] = defaultdict(list)
+    for record in run.records[: run.job.parts]:
+        for (step, stage, _), value in record["values"].items():
+            samples[step] += value if stage == "samples" else ()
+    found = {key: value for key, value in found.items() if key[1] != "samples"}
+    return found | {(step, "samples", "samples"): tuple(sorted(each)) for step, each in samples.items()}
+
+
+def differences(one: Values, other: Values, stages: Collection[str] = STAGES) -> Iterator[Difference]:
+    """Of steps that both have, and of their number."""
+    largest: dict[tuple[str, str], float] = defaultdict(float)
+    for (_, stage, name), value in one.items():
+        if stage in ("logged", "rates"):
+            largest[stage, name] = max(abs(value), largest[stage, name])
+    ours, theirs = ({step for step, _, _ in values} for values in (one, other))
+    both = ours & theirs
+    for key in sorted({**one, **other}, key=lambda key: (key[0], [*STAGES].index(key[1]))):
+        step, stage, name = key
+        if step in both and stage in stages and (stage != "logged" or key in one):
+            a, b = one.get(key), other.get(key)
+            if repr(_bits(a)) != repr(_bits(b)):
+                yield Difference(*key, a, b, _distance(a, b, largest[stage, name]))
+    if max(ours) != max(theirs):
+        yield Difference(min(max(ours), max(theirs)), "steps", "steps trained", max(ours), max(theirs), math.inf)
+
+
+def _bits(value: Any) -> Any:
+    return value.digest if isinstance(value, Summary) else value
+
+
+def _distance(one: Any, other: Any, largest: float) -> float:
+    if isinstance(one, float) and isinstance(other, float):
+        return abs(one - other) / (largest or 1.0)
+    if not isinstance(one, Summary) or not isinstance(other, Summary) or one.values.shape != other.values.shape:
+        return math.inf
+    size = float(np.linalg.norm(one.values)) or float(np.linalg.norm(other.values)) or 1.0
+    return float(np.linalg.norm(one.values - other.values)) / size
+
+
+def first_difference(
+    one: Sequence[Run], other: Sequence[Run], unstable: Collection[tuple[int, str]] | None
+) -> Difference | None:
+    """The first bit that differs on any rank, but for unstable logged values, such as times; None leaves out all."""
+    for rank in range(len(one[0].records)):
+        for found in differences(values_of(one, rank), values_of(other, rank)):
+            if found.stage != "logged" or (unstable is not None and (found.step, found.name) not in unstable):
+                return found
+    return None
+
+
+def beyond_rounding(one: Run, other: Run, moved: Run, counts: Callable[[Difference], bool]) -> Difference | None:
+    """The first value of `other`, on any ranks, that differs from `one`'s by more than rounding.
+
+    How far that goes is measured by `moved`, a run whose weights were moved by a little more than rounding.
+    """
+    values, stages = joined(one), STAGES.keys() - {"order"}
+    reached: dict[tuple[str, str], list[Difference]] = defaultdict(list)
+    for each in differences(values, joined(moved), stages):
+        reached[each.stage, each.name].append(each)
+    for found in differences(values, joined(other), stages):
+        near = (each.distance for each in reached[found.stage, found.name] if each.step <= found.step)
+        is_in_both = found.one is not None and found.other is not None
+        if is_in_both and counts(found) and not found.distance <= LEAST + FACTOR * max(near, default=0.0):
+            return found
+    return None
+
+
+def ranks_differ(run: Run) -> Difference | None:
+    """The first thing that ranks should hold alike, and do not."""
+    first, *others = (values_of([run], rank) for rank in range(len(run.records)))
+    found = [next(differences(first, other, HELD), None) for other in others]
+    return min((each for each in found if each is not None), key=lambda each: each.step, default=None)
+
+
+def attributes_apart(
+    one: Mapping[str, Any], other: Mapping[str, Any], again: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Plain attributes that training changes, and that end with other values in another run, but not in `again`.
+
+    Dicts of which the other run has a part are none: those of caches, and of records by step.
+    """
+    found: list[str] = []
+    for path, value in one["end"].items():
+        theirs = other["end"].get(path)
+        is_part = isinstance(value, dict) and isinstance(theirs, dict) and theirs.items() <= value.items()
+        is_steady = again is None or again["end"].get(path) == value
+        if value not in (theirs, one["start"].get(path)) and is_steady and not is_part:
+            found.append(path)
+    return found
+
+
+def other_files(alone: Run, again: Run, resumed: Run) -> list[str]:
+    """Files of the user's in the run's directory that undisturbed runs have alike, and the resumed one has not."""
+    ours, same, theirs = (_files(Path(run.job.runs_dir)) for run in (alone, again, resumed))
+    return [name for name, content in ours.items() if same.get(name) == content != theirs.get(name)]
+
+
+def _files(directory: Path) -> dict[str, list[bytes]]:
+    """Lines by file; without numbers where they are logged, since some are times."""
+    found: dict[str, list[bytes]] = {}
+    for file in sorted(directory.rglob("*")):
+        name, is_log = str(file.relative_to(directory)), file.suffix == ".jsonl"
+        if file.is_file() and (is_log or "checkpoints" not in Path(name).parts):
+            lines = file.read_bytes().splitlines()
+            found[name] = sorted(re.sub(rb"-?\d[\d.e+-]*", b"0", line) for line in lines) if is_log else lines
+    return found

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from runpy import run_module, run_path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from dream_trainer.checks import refuse
 from dream_trainer.errors import ConfigError
 
 MakeTrainer = Callable[[], Any]
@@ -23,16 +22,10 @@ MakeTrainer = Callable[[], Any]
 class Program:
     """A program, and the trainer in it."""
 
-    path: str = ""
-    """A Python file or a module."""
-    name: str = ""
-    """A trainer class or a function that returns a trainer; empty for the first trainer that the program fits."""
-    config: str = "default_config"
-    """The function that returns the config of a trainer class."""
-    arguments: tuple[str, ...] = ()
-    """The program's arguments; those of a class or function change its config."""
-    pickled: bytes = b""
-    """Instead of a path: a function that returns a trainer, of a module that can be imported."""
+    path: str = ""  # a Python file or a module
+    name: str = ""  # a trainer class or a function that returns a trainer; empty for the first that the program fits
+    config: str = "default_config"  # the function that returns the config of a trainer class
+    arguments: tuple[str, ...] = ()  # of the program; those of a class or function change its config
 
     @classmethod
     def of(cls, make_trainer: MakeTrainer | str) -> Program:
@@ -40,24 +33,17 @@ class Program:
         if isinstance(make_trainer, str):
             path, _, name = make_trainer.rpartition(":")
             return cls(path=path, name=name) if path else cls(path=name)
-        main = vars(sys.modules["__main__"]).get("__file__")
-        if make_trainer.__module__ == "__main__" and main is not None:
-            return cls(path=str(Path(main).resolve()), name=make_trainer.__qualname__)
-        try:
-            return cls(pickled=pickle.dumps(make_trainer))
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise ConfigError(
-                f"make_trainer={make_trainer!r} cannot be handed to fresh processes ({error}). Use a function of a "
-                'module, or "PROGRAM:FUNCTION".'
-            ) from error
+        name, module = make_trainer.__qualname__, vars(sys.modules[make_trainer.__module__])
+        if module.get(name) is not make_trainer or "__file__" not in module:
+            raise ConfigError(f'{name} is no function of a module. Use a function of a module, or "PROGRAM:FUNCTION".')
+        is_script = make_trainer.__module__ == "__main__"
+        return cls(path=str(Path(module["__file__"]).resolve()) if is_script else make_trainer.__module__, name=name)
 
     def make(self) -> Any:
         """The trainer of a class or function; None where the program itself has to be run."""
         from dream_trainer.trainer.abstract import AbstractTrainer
 
-        if self.pickled:
-            return pickle.loads(self.pickled)()
-        members = vars(load(self.path))
+        members = vars(self._load())
         found = members.get(self.name)
         if isinstance(found, type) and issubclass(found, AbstractTrainer):
             make_config: Any = members.get(self.config)
@@ -73,6 +59,25 @@ class Program:
             )
         return trainer
 
+    def _load(self) -> ModuleType:
+        """The module; a file is loaded, but not run as a script."""
+        if not self.path.endswith(".py"):
+            try:
+                return import_module(self.path)
+            except ModuleNotFoundError as error:
+                raise ConfigError(
+                    f"{self.path!r} cannot be imported: {error}. Give a Python file, or a module."
+                ) from error
+        path = Path(self.script()).resolve()
+        sys.path.insert(0, str(path.parent))  # a script may import files next to it
+        spec = spec_from_file_location("described_program", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = module_from_spec(spec)
+        sys.modules[spec.name] = module  # a dataclass looks for its module there
+        spec.loader.exec_module(module)
+        return module
+
     def script(self) -> str:
         """The file of the program, or ConfigError if there is none."""
         is_file = self.path.endswith(".py")
@@ -86,16 +91,16 @@ class Program:
         """Runs the program with `kind`, and these attributes, before its trainers' class; a `fit` ends the process."""
         from dream_trainer.trainer.abstract import building_instead
 
-        is_script = not (self.pickled or self.name)
+        is_script = False
 
         def subclass(cls: type) -> type:
             is_meant = not (is_script and self.name) or any(part.__name__ == self.name for part in cls.__mro__)
             return in_place_of(cls, kind, **values) if is_meant else cls
 
         with building_instead(subclass):
-            trainer = None if is_script else self.make()
+            trainer = self.make() if self.name else None
+            is_script = trainer is None
             if trainer is None:
-                is_script = True
                 self.run_as_script()
             else:
                 with trainer:
@@ -104,26 +109,24 @@ class Program:
 
     def run_as_script(self) -> None:
         """Runs the program as `python PROGRAM ARGUMENTS` does."""
-        path, is_file = self.script(), self.path.endswith(".py")
-        main = ModuleType("__main__")
-        vars(main).update(__file__=str(Path(path).resolve()), __builtins__=__builtins__)
-        vars(main)["__package__"] = None if is_file else self.path.rpartition(".")[0]
-        sys.modules["__main__"], sys.argv = main, [str(path), *self.arguments]
-        if is_file:
-            sys.path.insert(0, str(Path(path).resolve().parent))
-        exec(compile(Path(path).read_bytes(), vars(main)["__file__"], "exec"), vars(main))
+        path = str(Path(self.script()).resolve())
+        sys.argv = [path, *self.arguments]
+        if self.path.endswith(".py"):
+            sys.path.insert(0, os.path.dirname(path))
+            run_path(path, run_name="__main__")
+        else:
+            run_module(self.path, run_name="__main__", alter_sys=True)
 
 
-def in_place_of(cls: type, kind: Any, **values: Any) -> type:
-    """A user's class with `kind` before it, and its hooks in those of `kind._around`."""
-    hooks = {name: around(getattr(cls, name)) for name, around in kind._around.items()}
+def in_place_of(cls: type, kind: type, **values: Any) -> type:
+    """A user's class with `kind`, and these attributes, before it."""
     first = type(kind.__name__, (kind,), {"__module__": kind.__module__, **values})
-    return type(cls.__name__, (first, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__, **hooks})
+    return type(cls.__name__, (first, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
 def overridden(config: Any, program: Program) -> Any:
     """The config with the arguments; a script has read them itself."""
-    if not (program.name or program.pickled) or not program.arguments or sys.argv[1:] == [*program.arguments]:
+    if not program.name or not program.arguments or sys.argv[1:] == [*program.arguments]:
         return config
     from dream_trainer.config.command_line import parse
 
@@ -141,11 +144,14 @@ def move(config: Any, runs_dir: str, callback: Any, saves: dict[str, Any]) -> No
     unset = dict.fromkeys(("directory", "local_directory", "save_local_every_n_steps", "save_every_n_steps"))
     unset |= dict.fromkeys(("save_every_n_minutes", "save_every_n_epochs", "keep_last", "keep_best"))
     unset |= {"keep_every_n_steps": None, "save_on_best": False}
-    names = {each.name for each in fields(config)}
-    if "checkpoint_parameters" in names:
-        config.checkpoint_parameters = replace(config.checkpoint_parameters, **unset | saves)
-    if "logger_parameters" in names:
-        config.logger_parameters = replace(config.logger_parameters, loggers=("jsonl",))
+    change(config, checkpoint=unset | saves, logger={"loggers": ("jsonl",)})
+
+
+def change(config: Any, **groups: Mapping[str, Any]) -> None:
+    """Gives groups of a config other values, except for mixins that it lacks."""
+    for group, values in groups.items():
+        if (name := f"{group}_parameters") in vars(config):
+            setattr(config, name, replace(vars(config)[name], **values))
 
 
 def become_rank(rank: int, world_size: int, ranks_per_host: int) -> None:
@@ -154,20 +160,3 @@ def become_rank(rank: int, world_size: int, ranks_per_host: int) -> None:
     sizes = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": world_size, "GROUP_RANK": host}
     sizes |= {"LOCAL_WORLD_SIZE": ranks_per_host, "GROUP_WORLD_SIZE": -(-world_size // ranks_per_host)}
     os.environ |= {name: str(value) for name, value in sizes.items()}
-
-
-def load(program: str) -> ModuleType:
-    """The module; a file is loaded, but not run as a script."""
-    path = Path(program).resolve()
-    spec = spec_from_file_location("described_program", path)
-    if not program.endswith(".py") or spec is None or spec.loader is None:
-        try:
-            return import_module(program)
-        except ModuleNotFoundError as error:
-            raise ConfigError(f"{program!r} cannot be imported: {error}. Give a Python file, or a module.") from error
-    refuse(not path.is_file(), f"there is no file {program!r}. Give a Python file, or a module.")
-    sys.path.insert(0, str(path.parent))  # a script may import files next to it
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module  # a dataclass looks for its module there
-    spec.loader.exec_module(module)
-    return module

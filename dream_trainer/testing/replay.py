@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,57 +32,16 @@ NAMES = ("project", "group", "experiment")
 class Replayed:
     """What came out of the same steps again."""
 
-    run: Path
-    start: int
-    end: int
-    ranks: int
-    seconds: float
-    n_values: int
-    values: list[tuple[int, str, float, float]]  # logged ones that differ: step, name, recorded, replayed
-    tensors: dict[int, dict[str, Any]]  # by the step of a checkpoint, as `difference_of_tensors` gives it
-    changes: list[str]  # versions and files of the program that differ from the last start's
-
-    @property
-    def is_equal(self) -> bool:
-        return not self.values and not any(map(_differ, self.tensors.values()))
+    is_equal: bool
+    told: list[str]
 
     def lines(self) -> list[str]:
         """The report."""
-        on = f"on {self.ranks} ranks" if self.ranks > 1 else "in one process"
-        told = [f"replayed steps {self.start + 1} to {self.end} of {self.run} {on}, in {self.seconds:.0f} s"]
-        told.append(f"logged values: {self.n_values - len(self.values)} of {self.n_values} are equal")
-        if self.values:
-            step, name, was, now = self.values[0]
-            told.append(f"  step {step}: {name} was {was!r} and is {now!r}; the first that differs")
-        for step, found in self.tensors.items():
-            told.append(f"step {step}: {found['equal']} of {found['same_kind']} tensors are equal bit for bit")
-            weights_first = sorted(
-                found["max_difference"].items(), key=lambda item: (item[0][:7] != "models.", -item[1])
-            )
-            told += [f"  {name} by up to {distance:.3g}" for name, distance in weights_first[:3]]
-            told += [f"  {name} is in one of them" for name in (*found["only_in_a"], *found["only_in_b"])[:3]]
-            told += [f"  {name} is {kinds[0]} and {kinds[1]}" for name, kinds in [*found["other_kind"].items()][:3]]
-        told += [f"changed since: {change}" for change in self.changes]
-        return [*told, "all is as recorded" if self.is_equal else "FAIL: not all is as recorded"]
-
-
-def _differ(found: Mapping[str, Any]) -> bool:
-    return any(found[kind] for kind in ("only_in_a", "only_in_b", "other_kind", "max_difference"))
+        return [*self.told, "all is as recorded" if self.is_equal else "FAIL: not all is as recorded"]
 
 
 def replay(run: Path, start: int | None = None, end: int | None = None, program: str = "") -> Replayed:
-    """Trains steps of a run again.
-
-    Args:
-        run: The run's directory, on a disk.
-        start: Step of the checkpoint to begin from; None for the second newest.
-        end: Step to end at; None for the next checkpoint's.
-        program: The program, if not as in the run's record: a Python file or a module.
-
-    Raises:
-        CheckpointError: There is no such checkpoint.
-        ConfigError: The run has no record, or the program did not train it up to `end`.
-    """
+    """Trains steps of a run again: by default from its second newest checkpoint to the next one."""
     from dream_trainer.checkpoint.manifest import checkpoints_root, list_checkpoints
     from dream_trainer.trainer.run_record import LOG_NAME, read_config, read_record
     from dream_trainer.weights.dcp_files import StoredTensors, difference_of_tensors
@@ -125,18 +83,28 @@ def replay(run: Path, start: int | None = None, end: int | None = None, program:
                 f"{' '.join(words)} {reached} (exit code {ended.returncode}); see above. Is it the program?"
             )
         after = _values(again / LOG_NAME, start, end)
-        both = {step: Path(again, "checkpoints", saved[step].path.name) for step in between}
-        tensors = {
-            step: difference_of_tensors(StoredTensors(saved[step].path), StoredTensors(path), values=True)
-            for step, path in both.items()
-        }
-        unequal = [
-            (*key, was, after[key]) for key, was in before.items() if key in after and repr(was) != repr(after[key])
-        ]
+        unequal = [key for key in before if key in after and repr(before[key]) != repr(after[key])]
+        n_values, where = len(before.keys() & after.keys()), f"on {ranks} ranks" if ranks > 1 else "in one process"
+        told = [f"replayed steps {start + 1} to {end} of {run} {where}, in {time.monotonic() - began:.0f} s"]
+        told.append(f"logged values: {n_values - len(unequal)} of {n_values} are equal")
+        for step, name in unequal[:1]:
+            was, now = before[step, name], after[step, name]
+            told.append(f"  step {step}: {name} was {was!r} and is {now!r}; the first that differs")
+        is_equal = not unequal
+        for step in between:
+            path = saved[step].path
+            replayed = StoredTensors(again / "checkpoints" / path.name)
+            found = difference_of_tensors(StoredTensors(path), replayed, values=True)
+            told.append(f"step {step}: {found['equal']} of {found['same_kind']} tensors are equal bit for bit")
+            distances, kinds = found["max_difference"].items(), [*found["other_kind"].items()]
+            weights_first = sorted(distances, key=lambda item: (item[0][:7] != "models.", -item[1]))
+            told += [f"  {name} by up to {distance:.3g}" for name, distance in weights_first[:3]]
+            told += [f"  {name} is in one of them" for name in (*found["only_in_a"], *found["only_in_b"])[:3]]
+            told += [f"  {name} is {of_one} and {of_other}" for name, (of_one, of_other) in kinds[:3]]
+            is_equal &= not any([distances, kinds, found["only_in_a"], found["only_in_b"]])
         changes = [f"{n} {v} -> {new.versions.get(n)}" for n, v in record.versions.items() if new.versions.get(n) != v]
         changes += [file for file, digest in record.code.items() if new.code.get(file, digest) != digest]
-        seconds, n_values = time.monotonic() - began, len(before.keys() & after.keys())
-        return Replayed(run, start, end, ranks, seconds, n_values, unequal, tensors, changes)
+        return Replayed(is_equal, told + [f"changed since: {change}" for change in changes])
 
 
 def _values(log: Path, start: int, end: int) -> dict[tuple[int, str], float]:
@@ -171,7 +139,6 @@ class _ReplayedTrainer(BaseTrainer):
     """Stands before the class of the program's trainers; that of the run is redirected, and ends with its `fit`."""
 
     _job: ClassVar[dict[str, Any]]
-    _around: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         for config in (*args, *kwargs.values()):

@@ -1,37 +1,183 @@
-"""Probe: a callback that records what a run computes, step by step."""
+"""Probe: a callback that records what a run computes, and what its objects keep in plain attributes."""
 
 from __future__ import annotations
 
 import inspect
 import os
+import pickle
 import random
 import re
+import sys
 import time
-from collections.abc import Callable, Iterator, Sized
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack
-from pathlib import Path
+from datetime import date, timedelta
+from enum import Enum
+from functools import cache
+from itertools import count
+from pathlib import Path, PurePath
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from dream_trainer.compat.pytorch import ValueReads, steps_taken
+from dream_trainer import users_code
+from dream_trainer.compat.pytorch import ValueReads, local_tensor, steps_taken
+from dream_trainer.data.lane_stream import StreamLoader
+from dream_trainer.data.loader import DistributedDataLoader, training_loaders
 from dream_trainer.data.stream import loader_batch_size
 from dream_trainer.distributed.seeds import hash_seed, seed_cpu
 from dream_trainer.events.callback import Callback
 from dream_trainer.nested import leaves
 from dream_trainer.parallel.sharding import names_in_whole
-from dream_trainer.testing.plain_state import PlainState, hashed, tensor_bytes
 
-SHOWN = 256
-"""Elements of a tensor that are compared by value."""
-NOISE = 16
-"""Perturbation of weights, in units in the last place, to measure the effect of rounding."""
-_NOTHING = np.zeros(0)
+PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, PurePath, date, timedelta, np.generic, count)
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+DEEPEST = 6
+
+
+def hashed(data: bytes | memoryview) -> str:
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    array: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def is_own(kind: type) -> bool:
+    """Whether a class is of the user's program."""
+    return _is_own_file(vars(sys.modules.get(kind.__module__, object)).get("__file__"))
+
+
+@cache
+def _is_own_file(file: Any) -> bool:
+    return isinstance(file, str) and file.startswith("/") and users_code.is_own(file)
+
+
+class PlainState:
+    """Reads the state again and again, and hashes large tensors only if they were written to."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, tuple[weakref.ref[Tensor], int, str]] = {}
+
+    def read(self, trainer: Any) -> dict[str, Any]:
+        """A digest, or one of each entry of a dict, by path."""
+        self._found: dict[str, Any] = {}
+        models, optimizers = trainer.named_models(), trainer.named_optimizers()
+        kept = [*models.values(), *optimizers.values(), *trainer.named_schedulers().values(), trainer, trainer.config]
+        # What the framework saves by itself.
+        self._seen = {id(each) for each in (*kept, *trainer.named_metrics().values(), *trainer.callbacks)}
+        kinds = type(trainer).__mro__
+        ours = ("_runtime", *(f"_{kind.__name__}__" for kind in kinds if not is_own(kind)))
+        self._walk_names("self.", vars(trainer), ours, depth=0)
+        for kind in filter(is_own, kinds):
+            self._walk_names(f"{kind.__name__}.", vars(kind), ("__",))
+        parts: list[tuple[str, Any, tuple[str, ...]]] = [(type(each).__name__, each, ()) for each in trainer.callbacks]
+        of_torch = ("state", "param_groups", "defaults", "_optimizer_")
+        parts += [(f"self.{name}", optimizer, of_torch) for name, optimizer in optimizers.items()]
+        for name, model in models.items():
+            modules = model.named_modules(prefix=f"self.{name}")
+            parts += [(path, module, ("_",)) for path, module in modules]
+        for path, part, left_out in parts:
+            if is_own(type(part)):
+                self._walk_names(f"{path}.", vars(part), left_out)
+        for loader in (*training_loaders(trainer.train_dataloader).values(), *trainer.val_dataloaders.values()):
+            self._walk("the loader", loader, 0)
+        modules = {id(each): vars(each) for each in [*sys.modules.values()] if isinstance(each, ModuleType)}
+        for names in modules.values():
+            if _is_own_file(file := names.get("__file__")):
+                self._walk_names(f"{Path(file).name} (global): ", names, ("__",))
+        return self._found
+
+    def _walk_names(
+        self, prefix: str, names: Mapping[str, Any], left_out: tuple[str, ...] = (), *, depth: int = 1
+    ) -> None:
+        for name, value in [*names.items()]:
+            if not name.startswith(left_out):
+                self._walk(f"{prefix}{name}", value, depth)
+
+    def _walk(self, path: str, value: Any, depth: int) -> None:
+        if id(value) in self._seen or (depth == 0 and isinstance(value, nn.Module)):  # a model, or a dict of models
+            return
+        if isinstance(value, DataLoader | DistributedDataLoader | StreamLoader):
+            for name in ("dataset", "source", "sampler", "batch_sampler", "generator", "collate_fn"):
+                if (part := vars(value).get(name)) is not None:
+                    self._walk(type(part).__name__, part, depth + 1)
+        elif self._is_open(value):
+            if depth < DEEPEST:
+                self._seen.add(id(value))
+                self._walk_names(f"{path}.", vars(value), depth=depth + 1)
+        elif isinstance(value, dict):
+            entries = {self.digest(k, 0): self.digest(v, 0) for k, v in list(value.items())}
+            self._found[path] = {str(k): v for k, v in entries.items() if k is not None}
+        elif (digest := self.digest(value, 0)) is not None:
+            self._found[path] = digest
+
+    def _is_open(self, value: Any) -> bool:
+        """Whether its attributes are read one by one."""
+        kind = type(value)
+        of_data = kind.__module__.startswith("torch.utils.data")
+        is_object = not isinstance(value, (*PLAIN, *GENERATORS, type, nn.Module, Tensor)) and hasattr(value, "__dict__")
+        is_function = kind.__module__ in ("builtins", "functools") or isinstance(value, torch.jit.ScriptFunction)
+        return is_object and not is_function and (of_data or is_own(kind))
+
+    def digest(self, value: Any, depth: int) -> str | None:
+        """A text that is another one if the value is; None for what is no value, such as a function."""
+        if depth > DEEPEST:
+            return "..."
+        if isinstance(value, PLAIN):
+            text = repr(value)
+            return text if len(text) < 80 else hashed(text.encode())
+        if isinstance(value, Tensor):
+            return self._digest_of_tensor(value)
+        if isinstance(value, np.ndarray):
+            return repr(value.tolist()) if value.dtype == object else hashed(np.ascontiguousarray(value).tobytes())
+        if isinstance(value, torch.Generator):
+            return self._digest_of_tensor(value.get_state())  # pickled it has the address of its state
+        if isinstance(value, GENERATORS):
+            return hashed(pickle.dumps(value))
+        if isinstance(value, list | tuple | deque):
+            if len(value) > 32 and {*map(type, value)} <= {int, float, str, bool}:
+                return hashed(repr(value).encode())
+            return self._joined(value, depth)
+        if isinstance(value, set | frozenset):
+            return self._joined(sorted(map(repr, value)), depth)
+        if isinstance(value, Mapping):
+            return self._joined([part for item in list(value.items()) for part in item], depth)
+        if isinstance(value, nn.Module):
+            return self._joined([*value.state_dict().items()], depth)
+        if self._is_open(value):
+            return self._joined([*vars(value).items()], depth)
+        return None
+
+    def _joined(self, values: Iterable[Any], depth: int) -> str:
+        texts = [self.digest(value, depth + 1) or "" for value in values]
+        text = f"[{', '.join(texts)}]"
+        return text if len(text) < 80 else hashed(text.encode())
+
+    def _digest_of_tensor(self, tensor: Tensor) -> str | None:
+        if tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter):
+            return None
+        known, version, digest = self._tensors.get(id(tensor), (None, 0, ""))
+        if known is None or known() is not tensor or version != tensor._version or tensor.nbytes < 4096:
+            digest = f"{[*tensor.shape]} {hashed(tensor_bytes(tensor))}"
+            self._tensors[id(tensor)] = weakref.ref(tensor), tensor._version, digest
+        return digest
+
+
+SHOWN = 256  # elements of a tensor that are compared by value
+NOISE = 16  # perturbation of weights, in units in the last place, to measure the effect of rounding
+Values = dict[tuple[int, str, str], Any]  # what a run had, by step, stage and name
 
 
 class Summary(NamedTuple):
@@ -46,19 +192,15 @@ def summary(tensor: Tensor) -> Summary:
     whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
     flat = whole.reshape(-1)
     places = torch.linspace(0, max(0, flat.numel() - 1), min(SHOWN, flat.numel())).long()
-    values = flat[places] if flat.numel() else flat
-    return Summary(hashed(tensor_bytes(whole)), values.double().numpy() if not values.is_complex() else _NOTHING)
+    values = torch.view_as_real(flat[places]) if flat.is_complex() else flat[places]
+    return Summary(hashed(tensor_bytes(whole)), values.double().numpy())
 
 
 class Probe(Callback):
-    """Records a run on this rank.
+    """Records a run on this rank; `steps_file` gets a line at each step.
 
-    Args:
-        mode: Words. "noise" moves weights by rounding after each step. "still" keeps models in evaluation mode.
-            "seeded" gives each micro-batch of a step the same random numbers.
-        stop_at: Step after which the run is asked to stop.
-        steps_file: A file that gets a line at each step.
-        failed: Called with an error that ends the run.
+    `mode` has words. "noise" moves weights by rounding after each step. "still" keeps models in evaluation mode.
+    "seeded" gives each micro-batch of a step the same random numbers.
     """
 
     order = -1_000_000
@@ -69,10 +211,12 @@ class Probe(Callback):
     ) -> None:
         self._failed = failed
         self.mode, self.stop_at = mode, stop_at
-        self.record: dict[str, Any] = {"steps": {}, "logged": {}, "validated": [], "changes": {}, "in_validation": {}}
-        self.record["staged"] = False
+        self._values: Values = {}
+        self.record: dict[str, Any] = {"values": self._values, "steps": {}, "validated": []}
+        # After which event an attribute, and a weight or buffer, was another one for the first time, and at which step.
+        self.record |= {"changes": {}, "written": {}}
         self._state = PlainState()
-        self._now: dict[str, Any] = {}
+        self._now: dict[str, dict[str, Any]] = {"changes": {}, "written": {}}
         self._step: dict[str, Any] = {}
         self._line = os.open(steps_file, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         self._seconds = 0.0  # of a step, without what is done here
@@ -83,16 +227,16 @@ class Probe(Callback):
 
     @override
     def post_setup(self, trainer: Any) -> None:
-        self._now = self._state.read(trainer)
-        self.record["built"] = {name: summary(p) for name, p in _parameters(trainer)}
+        self._mark(trainer, "")
+        built = {name: summary(p) for name, p in _parameters(trainer)}
+        self._values[0, "order", "parameters"] = ", ".join(built)
+        self._note(0, "initial weights", built)
 
     @override
     def pre_fit(self, trainer: Any) -> None:
-        self.record["facts"] = _facts(trainer)
-        self.record["begins"] = trainer.global_step
+        self.record |= {"facts": _facts(trainer), "begins": trainer.global_step}
         self._mark(trainer, "pre_fit")
-        self.record["start"] = self._now
-        self._left = self._weights(trainer)
+        self.record["start"] = self._now["changes"]
         self._generator = torch.Generator().manual_seed(0)
         self._move(trainer)
 
@@ -109,10 +253,7 @@ class Probe(Callback):
         is_counted = trainer.global_step < 2  # a later step is as the second one
         if not self._step:
             self._reads.count = 0 if is_counted else self._reads.count
-            weights = self._weights(trainer)
-            moved = [name for name, digest in weights.items() if self._left.get(name, digest) != digest]
-            self._step = {"samples": {}, "results": [], "gradients": {}, "is_random": False, "moved": moved}
-            self._step["seconds_inside"] = 0.0
+            self._step = {"samples": {}, "gradients": {}, "results": [], "is_random": False, "seconds_inside": 0.0}
         self._mark(trainer, "pre_train_batch")
         self._step["samples"][f"micro-batch {len(self._step['samples'])}"] = tuple(_samples(batch))
         if "still" in self.mode:
@@ -132,38 +273,37 @@ class Probe(Callback):
         self._counting.close()
         self._step["seconds_inside"] += self._seconds
         self._step["is_random"] |= _random() != self._random
-        values = {name: _number(value) for name, value in result.items()}
-        self._step["results"].append({name: value for name, value in values.items() if value is not None})
+        numbers = {n: v for n, v in result.items() if type(v) in (float, Tensor) and torch.as_tensor(v).numel() == 1}
+        self._step["results"].append({name: float(value) for name, value in numbers.items()})
         self._mark(trainer, "training_step")
         self._since = time.process_time()
 
     @override
     def pre_optimizer_step(self, trainer: Any, model: nn.Module, optimizer: Optimizer) -> None:
         self._stop_clock()
-        names = {id(p): name for name, p in _parameters(trainer)}
-        owner = next(name for name, each in trainer.named_optimizers().items() if each is optimizer)
-        for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-            name = names.get(id(parameter), f"self.{owner}, parameter {number}")
-            if parameter.grad is not None and name not in self._step["gradients"]:
+        for owner, name, parameter in _optimized(trainer):
+            if owner is optimizer and parameter.grad is not None and name not in self._step["gradients"]:
                 self._step["gradients"][name] = summary(parameter.grad)
         self._since = time.process_time()
 
     @override
     def post_train_step(self, trainer: Any) -> None:
         self._stop_clock()
-        step = trainer.global_step
-        os.write(self._line, f"{step}\n".encode())
+        step, found = trainer.global_step, self._step
+        os.write(self._line, b"step\n")
         self._mark(trainer, "post_train_step")
-        self.record["steps"][step], self._step = self._step, {}
-        self.record["steps"][step] |= {
-            "seconds": self._seconds,
-            "rates": _rates(trainer),
-            "trained": {name: p.requires_grad for name, p in _parameters(trainer)},
-            "weights": {name: summary(p) for name, p in _parameters(trainer)},
-            "optimizer": dict(_optimizer_state(trainer)),
-            "buffers": {name: summary(buffer) for name, buffer in _buffers(trainer)},
-        }
-        self._left = self._weights(trainer)
+        for stage in ("samples", "gradients"):
+            self._note(step, stage, found.pop(stage))
+        self.record["steps"][step], self._step = found | {"seconds": self._seconds}, {}
+        for name, optimizer in trainer.named_optimizers().items():
+            rates = {f"{name}, group {n}": float(group["lr"]) for n, group in enumerate(optimizer.param_groups)}
+            self._note(step, "rates", rates)
+        self._note(step, "trained", {name: p.requires_grad for name, p in _parameters(trainer)})
+        self._note(step, "weights", {name: summary(p) for name, p in _parameters(trainer)})
+        self._note(step, "buffers", {name: summary(buffer) for name, buffer in _buffers(trainer)})
+        for optimizer, name, parameter in _optimized(trainer):
+            state = optimizer.state.get(parameter, {}).items()
+            self._note(step, "optimizer", {f"{name}.{k}": summary(v) for k, v in state if isinstance(v, Tensor)})
         self._move(trainer)
         if step == self.stop_at:
             trainer.request_stop("check")
@@ -173,24 +313,17 @@ class Probe(Callback):
 
     @override
     def pre_val_epoch(self, trainer: Any) -> None:
-        if not trainer.is_evaluating:
-            self._mark(trainer, "pre_val_epoch")
-            self._before = self._values(trainer)
+        self._mark(trainer, "pre_val_epoch")
 
     @override
     def post_val_batch(self, trainer: Any, result: dict[str, Any], batch_idx: int) -> None:
         os.write(self._line, b"validation\n")
-        if not trainer.is_evaluating:
-            for name, digest in self._values(trainer).items():
-                if self._before.get(name, digest) != digest:
-                    self.record["in_validation"].setdefault(name, trainer.global_step)
-            self._mark(trainer, "validation_step")
+        self._mark(trainer, "validation_step")
 
     @override
     def post_val_epoch(self, trainer: Any, metrics: dict[str, float]) -> None:
-        if not trainer.is_evaluating:
-            self.record["validated"].append(trainer.global_step)
-            self._mark(trainer, "post_val_epoch")
+        self.record["validated"] += [] if trainer.is_evaluating else [trainer.global_step]
+        self._mark(trainer, "post_val_epoch")
 
     @override
     def post_epoch(self, trainer: Any) -> None:
@@ -198,7 +331,7 @@ class Probe(Callback):
 
     @override
     def on_log(self, trainer: Any, metrics: dict[str, float], step: int) -> None:
-        self.record["logged"] |= {(step, name): value for name, value in metrics.items()}
+        self._note(step, "logged", metrics)
 
     @override
     def on_exception(self, trainer: Any, exc: BaseException) -> None:
@@ -206,41 +339,44 @@ class Probe(Callback):
 
     @override
     def post_fit(self, trainer: Any) -> None:
-        self.finish(trainer)
-
-    def finish(self, trainer: Any) -> None:
-        """Takes the state at the run's end, also of one that a signal ends."""
-        self.record |= {"reads": self._reads.count, "ends": trainer.global_step}
+        self.record["reads"] = self._reads.count
         self.record["schedules"] = {
             name: (steps_taken(scheduler), trainer.times_stepped(scheduler), trainer.times_stepped(scheduler.optimizer))
             for name, scheduler in trainer.named_schedulers().items()
         }
         self.record["turns"] = {n: trainer.times_stepped(each) for n, each in trainer.named_optimizers().items()}
         self._mark(trainer, "post_fit")
-        self.record["end"] = self._now
+        self.record["end"] = self._now["changes"]
 
     # -- ours
 
     def _stop_clock(self) -> None:
         self._seconds += time.process_time() - self._since
 
+    def _note(self, step: int, stage: str, values: Mapping[str, Any]) -> None:
+        self._values |= {(step, stage, name): value for name, value in values.items()}
+
     def _mark(self, trainer: Any, event: str) -> None:
-        """Notes which attributes have changed since the last event."""
-        before, self._now = self._now, self._state.read(trainer)
-        for path, digest in self._now.items():
-            if before.get(path) != digest:
-                self.record["changes"].setdefault(path, {}).setdefault(event, trainer.global_step)
+        """Notes what has changed since the last event, but for those of `evaluate`."""
+        if trainer.is_evaluating:
+            return
+        before, self._now = self._now, {"changes": self._state.read(trainer), "written": self._written(trainer)}
+        for kind in self._now if event else ():
+            for path, digest in self._now[kind].items():
+                if before[kind].get(path) != digest:
+                    self.record[kind].setdefault(path, {}).setdefault(event, trainer.global_step)
 
-    def _weights(self, trainer: Any) -> dict[str, str]:
-        return {name: summary(parameter).digest for name, parameter in _parameters(trainer)}
-
-    def _values(self, trainer: Any) -> dict[str, str]:
-        return self._weights(trainer) | {name: summary(buffer).digest for name, buffer in _buffers(trainer)}
+    def _written(self, trainer: Any) -> dict[str, str]:
+        """Digests of this rank's parts of weights and buffers."""
+        tensors = (*_parameters(trainer), *_buffers(trainer))
+        return {name: hashed(tensor_bytes(local_tensor(tensor))) for name, tensor in tensors}
 
     @torch.no_grad()
     def _move(self, trainer: Any) -> None:
         """Moves weights as rounding does, and a little more."""
-        for _, parameter in _parameters(trainer) if "noise" in self.mode else ():
+        if "noise" not in self.mode:
+            return
+        for _, parameter in _parameters(trainer):
             if parameter.requires_grad and parameter.is_floating_point():
                 signs = torch.randint(0, 2, parameter.shape, generator=self._generator) * 2.0 - 1
                 parameter.mul_(1 + NOISE * torch.finfo(parameter.dtype).eps * signs.to(parameter.dtype))
@@ -262,21 +398,11 @@ def _buffers(trainer: Any) -> Iterator[tuple[str, Tensor]]:
                 yield f"{model_name}.{name}", buffer
 
 
-def _optimizer_state(trainer: Any) -> Iterator[tuple[str, Summary]]:
+def _optimized(trainer: Any) -> Iterator[tuple[Optimizer, str, Tensor]]:
     names = {id(parameter): name for name, parameter in _parameters(trainer)}
     for owner, optimizer in trainer.named_optimizers().items():
         for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    yield f"{owner}: {names.get(id(parameter), number)}.{key}", summary(value)
-
-
-def _rates(trainer: Any) -> dict[str, float]:
-    return {
-        f"{name}, group {number}": float(group["lr"])
-        for name, optimizer in trainer.named_optimizers().items()
-        for number, group in enumerate(optimizer.param_groups)
-    }
+            yield optimizer, names.get(id(parameter), f"self.{owner}, parameter {number}"), parameter
 
 
 def _samples(batch: Any) -> Iterator[str]:
@@ -292,12 +418,6 @@ def _random() -> Any:
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), str(np.random.get_state(legacy=False))
 
 
-def _number(value: Any) -> float | None:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return float(value.full_tensor() if isinstance(value, DTensor) else value)
-    return float(value) if isinstance(value, int | float) else None
-
-
 def _facts(trainer: Any) -> dict[str, Any]:
     """What decides which runs make sense, and where the user's methods are."""
     kind = type(trainer)
@@ -305,7 +425,7 @@ def _facts(trainer: Any) -> dict[str, Any]:
     for part in reversed(kind.__mro__):
         for name, method in vars(part).items():
             hooks.pop(name, None)
-            if inspect.isfunction(method) and PlainState().is_own(part):
+            if inspect.isfunction(method) and is_own(part):
                 code = inspect.unwrap(method).__code__
                 hooks[name] = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
     dataset = getattr(trainer.train_dataloader, "dataset", None)  # of a loader of any library

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from multiprocessing.connection import Connection
+from typing import Any
 
 from dream_trainer.screen import show
+from dream_trainer.testing.checked_runs import Launcher, apart
 from dream_trainer.testing.findings import CHECKS, Finding, ProgramError, TrainerChecks
-from dream_trainer.testing.launcher import Launcher
 from dream_trainer.testing.program import MakeTrainer, Program
 
 
@@ -24,11 +26,20 @@ def findings(
     checks: Sequence[str] = CHECKS,
     meshes: Sequence[str] | None = None,
     quick: bool = False,
-    tell: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Finding]:
-    """Findings about a program's trainer, as `check_trainer` has them; `tell` gets a line after each run."""
-    with Launcher(program, tell) as launcher:
-        yield from TrainerChecks(launcher, quick=quick).findings(checks, meshes)
+    """Findings about a program's trainer, as `check_trainer` has them. A terminal shows a line after each run."""
+    for found in apart(_send_findings, program, checks, meshes, quick=quick):
+        is_finding = isinstance(found, Finding)
+        if sys.stderr.isatty():
+            print(f"\r\x1b[2K{'' if is_finding else found}", end="", file=sys.stderr, flush=True)
+        if is_finding:
+            yield found
+
+
+def _send_findings(program: Program, checks: Any, meshes: Any, asker: Connection, *, quick: bool) -> None:
+    with Launcher(program, asker) as launcher:
+        for found in TrainerChecks(launcher, quick=quick).findings(checks, meshes):
+            asker.send(found)
 
 
 def _check(
@@ -97,23 +108,15 @@ def report(program: Program, checks: Sequence[str], *, quick: bool, as_json: boo
     """Prints a line for each check; returns 1 if something does not hold."""
     began, found = time.monotonic(), []
     try:
-        for finding in findings(program, checks=checks, quick=quick, tell=_progress):
-            _progress("")
+        for finding in findings(program, checks=checks, quick=quick):
             found.append(finding)
             if not as_json:
                 show(str(finding))
     except ProgramError as error:
-        _progress("")
         show(f"{error}\n\n{program.path} fails by itself, in one process: see above.", sys.stderr)
         return 1
     failed = sum(finding.holds is False for finding in found)
     verdict = f"{failed} of {len(found)} do not hold" if failed else "all that was checked holds"
-    show(json.dumps([asdict(finding) for finding in found], indent=2) if as_json else verdict)
-    if not as_json:
-        show(f"{time.monotonic() - began:.0f} s")
+    took = f"{time.monotonic() - began:.0f} s"
+    show(json.dumps([asdict(finding) for finding in found], indent=2) if as_json else f"{verdict}\n{took}")
     return int(failed > 0)
-
-
-def _progress(line: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)

@@ -68,9 +68,9 @@ def test_a_rank_of_many_is_planned_alone_and_leaves_no_files(tmp_path: Path, mon
     found = plan(written(tmp_path), world=64, rank=63)
     n_parameters = 4 * (64 * 64 + 64)
     assert found.worst.mesh == {"pp": 1, "dp_replicate": 1, "dp_shard": 64, "cp": 1, "tp": 1}
-    assert found.worst.parameters == n_parameters / 64
-    assert found.worst.after["parameters"] == 4 * n_parameters / 64
-    assert found.worst.after["optimizer state"] == 8 * n_parameters / 64 + 8 * 4  # with each parameter's count of steps
+    assert found.worst.at_peak["parameters"] == 4 * n_parameters / 64
+    of_steps = 8 * 4  # each parameter's count
+    assert found.worst.at_peak["optimizer state"] == 8 * n_parameters / 64 + of_steps
     assert [astuple(row) for row in found.worst.traffic if row.operation == "all_gather"] == [
         ("all_gather", "dp_shard", 64, 8, 2 * 4 * n_parameters, 2 * 4 * n_parameters * 63 // 64, 8)
     ]
