@@ -18,9 +18,9 @@ _LOOKED_AT = 8
 
 def frozen_draws(models: Mapping[str, nn.Module], plan: Plan) -> dict[str, Tensor]:
     """Some values of each frozen parameter whose recorded initialisation draws them, once it is real."""
-    notes = {name: plan.by_name[name] for name, _ in _parameters(models) if name in plan.by_name}
-    drawn = {name for name, note in notes.items() if plan.tape.history.is_drawn(note.ref)}
-    return {name: _some_of(one) for name, one in _parameters(models) if name in drawn and not one.requires_grad}
+    noted = {name: one for name, one in _parameters(models) if name in plan.by_name and not one.requires_grad}
+    is_drawn = plan.tape.history.is_drawn
+    return {name: _some_of(one) for name, one in noted.items() if is_drawn(plan.by_name[name].ref)}
 
 
 def warn_of_unloaded_bases(
