@@ -153,22 +153,18 @@ class Saver(Saving):
             self.wait_until_sent()
 
     def flags(self) -> tuple[bool, bool, bool]:
-        is_busy = (self.writer.writing.is_busy or self._ranks_writing > 0) and not self._writes_local
+        writing, is_saving = self.writer.writing, self._ranks_writing > 0
+        is_busy = (writing.is_busy or is_saving) and not self._writes_local
         due = (
             self._cadence.goes_by_the_clock
             and self.world.is_main
             and self._cadence.is_due_by_the_clock()
             and not (is_busy and self.parameters.when_busy == "skip")
         )
-        if not self._ranks_writing:
-            return due, False, False
-        return due, self.writer.writing.is_busy, self.writer.writing.has_failed
+        return due, is_saving and writing.is_busy, is_saving and writing.has_failed
 
     def heard(self, saving: int, failed: int) -> None:
-        were_writing = self._ranks_writing
-        if were_writing == saving and not failed:
-            return
-        self._ranks_writing = saving
+        were_writing, self._ranks_writing = self._ranks_writing, saving
         if were_writing and (failed or not saving):
             self._finish(self.parameters.on_save_error)
 
