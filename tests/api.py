@@ -17,11 +17,13 @@ _NAMES = {
     "dream_trainer.callbacks.gradient_stats": "group_of",
     "dream_trainer.callbacks.throughput": "dtype_at_work peak_flops",
     "dream_trainer.checkpoint.digests": "value_digests",
-    "dream_trainer.checkpoint.files": "NewFile checksum named_step step_directories",
-    "dream_trainer.checkpoint.store": "load_tensors read_rank read_shared tensor_metadata write_checkpoint",
+    "dream_trainer.checkpoint.files": "FileEntry NewFile checksum named_step step_directories",
+    "dream_trainer.checkpoint.store": (
+        "KnownPlan Snapshot load_tensors read_rank read_shared tensor_metadata write_checkpoint"
+    ),
     "dream_trainer.checkpoint.local_checkpoints": "LocalCheckpoints",
     "dream_trainer.checkpoint.manifest": (
-        "FileEntry Manifest SCHEMA_VERSION best_checkpoint encode_manifest kept list_checkpoints read_manifest retire "
+        "Manifest SCHEMA_VERSION best_checkpoint encode_manifest kept list_checkpoints read_manifest retire "
         "verify_checkpoint"
     ),
     "dream_trainer.checkpoint.model_state": (
@@ -32,7 +34,6 @@ _NAMES = {
     "dream_trainer.checkpoint.safe_dcp": "parse_metadata",
     "dream_trainer.checkpoint.saver": "Moment Saver",
     "dream_trainer.checkpoint.saving": "Saving",
-    "dream_trainer.checkpoint.snapshot": "KnownPlan Snapshot",
     "dream_trainer.checkpoint.snapshot_writer": "Background SnapshotWriter HostCopies",
     "dream_trainer.checks": "divisors",
     "dream_trainer.cli.main": "GROUPS main",

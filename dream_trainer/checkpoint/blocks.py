@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pickle
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dream_trainer.checkpoint.files import unreadable
-from dream_trainer.checkpoint.manifest import FileEntry
+from dream_trainer.checkpoint.files import FileEntry, unreadable
 from dream_trainer.compat.pytorch import is_dtensor, local_tensor, shard_dim
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 from dream_trainer.parallel.sharding import local_indices
@@ -22,18 +21,15 @@ from dream_trainer.parallel.sharding import local_indices
 Box = tuple[slice, ...]  # a block of a tensor: one slice per dimension, with start and stop
 
 
-class WeightFiles(ABC):
-    """Named tensors on disk, with the full shape of each."""
+@dataclass(frozen=True)
+class WeightFiles:
+    """Named tensors on disk."""
 
-    shapes: Mapping[str, tuple[int, ...]]
-
-    def checksums(self, boxes: Mapping[str, Box]) -> dict[Path, FileEntry]:
-        """The files that contain these blocks, with size and checksum, if those are known."""
-        return {}
-
-    @abstractmethod
-    def read(self, name: str, box: Box) -> Tensor:
-        """A block of a tensor, on the CPU, in the file's dtype. It may be a view of the file: not to be written to."""
+    shapes: Mapping[str, tuple[int, ...]]  # of the whole tensors
+    read: Callable[[str, Box], Tensor]
+    # A block of a tensor, on the CPU, in the file's dtype. It may be a view of the file: not to be written to.
+    checksums: Callable[[Mapping[str, Box]], dict[Path, FileEntry]] = lambda boxes: {}
+    # The files that contain these blocks, with size and checksum, if those are known.
 
 
 class Part(NamedTuple):

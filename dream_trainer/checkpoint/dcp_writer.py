@@ -8,7 +8,7 @@ import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -16,10 +16,11 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dream_trainer.checkpoint.files import NewFile
-from dream_trainer.checkpoint.manifest import FileEntry
-from dream_trainer.checkpoint.snapshot import KnownPlan
+from dream_trainer.checkpoint.files import FileEntry, NewFile
 from dream_trainer.compat.pytorch import is_dtensor, merge_plans_of_parts
+
+if TYPE_CHECKING:
+    from dream_trainer.checkpoint.store import KnownPlan
 
 
 class _HashingFileSystem(FileSystem):
@@ -34,7 +35,7 @@ class _HashingFileSystem(FileSystem):
         path = Path(path)
         with NewFile(path) as file:
             yield file
-        self.entries[path.name] = FileEntry(size=file.size, xxh3=file.digest.hexdigest())
+        self.entries[path.name] = file.entry
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
@@ -47,11 +48,12 @@ class TensorWriter:
     def __init__(
         self, directory: Path, tensors: Mapping[str, Tensor], *, rank: int, known: KnownPlan, is_whole: bool = True
     ) -> None:
-        self._files = _HashingFileSystem()
+        files = _HashingFileSystem()
+        self.entries = files.entries  # of the files written so far
         # `NewFile` syncs the files, since DCP does so before Python's buffer is flushed. Copying ahead would use a
         # stream of the thread's default device, which may be another rank's.
         self._writer = FileSystemWriter(directory, sync_files=False, per_thread_copy_ahead=0, overwrite=False)
-        self._writer.fs = self._files
+        self._writer.fs = files
         self._planner = DefaultSavePlanner(flatten_state_dict=False)
         self._tensors = dict(tensors)
         self._rank = rank
@@ -93,10 +95,6 @@ class TensorWriter:
         """Writes `.metadata`; on rank 0 only."""
         assert self._known.metadata is not None
         self._writer.finish(self._known.metadata, list(results))
-
-    @property
-    def entries(self) -> dict[str, FileEntry]:
-        return dict(self._files.entries)
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +26,33 @@ TEMPORARY_NAME = re.compile(r"\.step_(\d{8,})\.tmp-[0-9a-f]+")
 REPLACED_NAME = re.compile(r"\.step_(\d{8,})\.replaced-[0-9a-f]+")
 ASIDE_NAME = re.compile(r"\.aside-[0-9a-f]+-step_(\d{8,})")
 SHARED_NAME = "shared.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """One file of a checkpoint, as it was written."""
+
+    size: int  # bytes
+    xxh3: str  # xxh3 of the content, 128 bit, hexadecimal
+
+    def compare(self, path: Path, size: int, xxh3: str | None = None) -> None:
+        """Raises DamagedCheckpointError if a file has another size, or another checksum, if that is known."""
+        if size != self.size:
+            raise DamagedCheckpointError(
+                f"{path} has {size} bytes where {self.size} were written. Resume from another checkpoint."
+            )
+        if xxh3 not in (None, self.xxh3):
+            raise DamagedCheckpointError(
+                f"{path} is damaged: its checksum is {xxh3}, {self.xxh3} was written. Resume from another checkpoint."
+            )
+
+    def verify(self, path: Path) -> None:
+        """Reads a complete file and compares it."""
+        try:
+            actual = checksum(path)
+        except OSError as error:
+            raise unreadable(path, error) from error
+        self.compare(path, *actual)
 
 
 def step_name(step: int) -> str:
@@ -79,6 +107,10 @@ class NewFile(io.BufferedWriter):
         self.size += count
         return count
 
+    @property
+    def entry(self) -> FileEntry:
+        return FileEntry(size=self.size, xxh3=self.digest.hexdigest())
+
     def seek(self, *args: Any) -> NoReturn:
         raise io.UnsupportedOperation("a file that is hashed while it is written cannot be rewound or cut")
 
@@ -94,10 +126,10 @@ class NewFile(io.BufferedWriter):
             super().close()
 
 
-def write_file(path: Path, content: bytes) -> str:
+def write_file(path: Path, content: bytes) -> FileEntry:
     with NewFile(path) as file:
         file.write(content)
-    return file.digest.hexdigest()
+    return file.entry
 
 
 def sync_directory(path: Path) -> None:
@@ -130,12 +162,11 @@ def make_temporary(root: Path, step: int) -> Path:
     return temporary
 
 
-def remove_temporaries(root: Path) -> list[Path]:
+def remove_temporaries(root: Path) -> None:
     """Removes the temporary directories that killed jobs left under `root`, and nothing with other names."""
-    left = [entry for entry in root.iterdir() if TEMPORARY_NAME.fullmatch(entry.name)] if root.is_dir() else []
-    for entry in left:
-        remove_tree(entry)
-    return left
+    for entry in list(root.iterdir()) if root.is_dir() else ():
+        if TEMPORARY_NAME.fullmatch(entry.name):
+            remove_tree(entry)
 
 
 def remove_tree(path: Path) -> None:
@@ -201,34 +232,14 @@ def unreadable(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"{path} cannot be read: {error}. Correct that, or resume from another checkpoint.")
 
 
-def verify_file(path: Path, size: int, xxh3: str) -> None:
-    """Reads a complete file and compares it with the manifest."""
-    try:
-        actual = checksum(path)
-    except OSError as error:
-        raise unreadable(path, error) from error
-    compare_content(path, actual, (size, xxh3))
-
-
-def compare_sizes(directory: Path, sizes: Mapping[str, int]) -> None:
+def compare_sizes(directory: Path, files: Mapping[str, FileEntry]) -> None:
     """Compares the sizes of files with what was written, without reading them."""
     # In a store one listing says it of all.
     seen = {path.name: path for path in directory.iterdir()} if isinstance(directory, StorePath) else {}
-    for name, size in sizes.items():
+    for name, entry in files.items():
         path = seen.get(name, directory / name)
         try:
-            size_there = path.stat().st_size
+            size = path.stat().st_size
         except OSError as error:
             raise unreadable(path, error) from error
-        compare_content(path, (size_there, ""), (size, ""))
-
-
-def compare_content(path: Path, actual: tuple[int, str], written: tuple[int, str]) -> None:
-    if actual[0] != written[0]:
-        raise DamagedCheckpointError(
-            f"{path} has {actual[0]} bytes where {written[0]} were written. Resume from another checkpoint."
-        )
-    if actual[1] != written[1]:
-        raise DamagedCheckpointError(
-            f"{path} is damaged: its checksum is {actual[1]}, {written[1]} was written. Resume from another checkpoint."
-        )
+        entry.compare(path, size)

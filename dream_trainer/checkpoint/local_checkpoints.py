@@ -21,8 +21,7 @@ from pathlib import Path
 
 from dream_trainer.checkpoint.files import content_checksum, remove_tree, step_name
 from dream_trainer.checkpoint.manifest import Manifest, manifest_digest, newest_checkpoint, read_manifest
-from dream_trainer.checkpoint.snapshot import KnownPlan, Snapshot
-from dream_trainer.checkpoint.store import write_checkpoint
+from dream_trainer.checkpoint.store import KnownPlan, Snapshot, write_checkpoint
 from dream_trainer.cleanup import in_a_line
 from dream_trainer.compat.pytorch import is_dtensor, local_tensor
 from dream_trainer.distributed.ranks import Ranks, from_all_ranks, from_main_rank, on_all_ranks
@@ -82,23 +81,17 @@ class LocalCheckpoints:
 
     def _whole_saves(self, digest: str) -> dict[str, int]:
         """The steps of this host's saves after the checkpoint with that digest, by their directory."""
-        saves = {}
-        for entry in self._part.iterdir() if self._part.is_dir() else ():
-            manifest = newest_checkpoint(entry) if entry.name.startswith(f"{digest}-") else None
-            if manifest is None or manifest.mesh_shape != self.mesh_shape:
-                continue
-            if manifest.world_size == self.world.world_size:
-                saves[entry.name] = manifest.step
-        return saves
+        saves = [save for save in _within(self._part) if save.name.startswith(f"{digest}-")]
+        found = {save.name: newest_checkpoint(save) for save in saves}
+        layout = self.mesh_shape, self.world.world_size
+        return {name: one.step for name, one in found.items() if one and (one.mesh_shape, one.world_size) == layout}
 
     def loaded(self, manifest: Manifest, *, is_own: bool) -> None:
         """The run resumes from a checkpoint: one found by `find`, another one of this run, or another run's."""
         is_found = manifest.path.parent.parent == self._part
+        digest = manifest_digest(manifest) if is_own else None
         self._kept = manifest.path.parent if is_found else None
-        if is_found:
-            self._follows = manifest.path.parent.name.partition("-")[0]
-        else:
-            self._follows = manifest_digest(manifest) if is_own else None
+        self._follows = manifest.path.parent.name.partition("-")[0] if is_found else digest
 
     def begin(self) -> None:
         """Training begins: only the save it resumed from stays here; ConfigError if hosts share the directory."""
@@ -107,7 +100,7 @@ class LocalCheckpoints:
         task = f"make {self._part}"
         with suppress(CheckpointError):  # the first save reports it
             on_all_ranks(self.world, task, self._make_part)
-            has_others = from_all_ranks(self.world, task, lambda: self._parts() != [self._part])
+            has_others = from_all_ranks(self.world, task, lambda: _within(self._run) != [self._part])
             if any(has_others) and self.host.world_size < self.world.world_size:
                 raise ConfigError(
                     f"local_directory: several hosts have the same {self._of_user.parent}, but each needs a directory "
@@ -139,7 +132,7 @@ class LocalCheckpoints:
         self._tidy(self.beside)
 
     def _write(self, save: Path, snapshot: Snapshot) -> None:
-        size = sum(from_all_ranks(self.host, "measure", lambda: self._bytes(snapshot)))
+        size = sum(self.host.all_gather_object(self._bytes(snapshot)))
         on_all_ranks(self.host, "make room", lambda: self._make_room(size))
         job = None if self.host.world_size == self.beside.world_size else self.beside
         write_checkpoint(save, snapshot, world=self.host, known=self._known_plan, job=job)
@@ -181,18 +174,12 @@ class LocalCheckpoints:
         world.barrier()  # no rank reads or writes any more
         if self.host.is_main:
             try:
-                for part in self._parts():
-                    if part != self._part:
-                        remove_tree(part)
-                for save in self._part.iterdir() if self._part.is_dir() else ():
-                    if save != self._kept:
-                        remove_tree(save)
+                for entry in (*_within(self._run), *_within(self._part)):
+                    if entry not in (self._part, self._kept):
+                        remove_tree(entry)
             except OSError as error:
                 logger.warning("%s could not be tidied: %s", self._run, in_a_line(error))
         world.barrier()
-
-    def _parts(self) -> list[Path]:
-        return list(self._run.iterdir()) if self._run.is_dir() else []
 
     def _refuse_strangers(self) -> None:
         """A shared directory of memory is open to all users, and a checkpoint of another's making is not read."""
@@ -204,3 +191,7 @@ class LocalCheckpoints:
             raise CheckpointError(
                 f"{self._of_user} is not only this user's directory. Remove it, or set another local_directory."
             )
+
+
+def _within(directory: Path) -> list[Path]:
+    return list(directory.iterdir()) if directory.is_dir() else []

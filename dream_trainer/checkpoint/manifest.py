@@ -16,14 +16,13 @@ from dream_trainer.checkpoint.files import (
     ASIDE_NAME,
     REPLACED_NAME,
     TEMPORARY_NAME,
-    compare_content,
+    FileEntry,
     compare_sizes,
     content_checksum,
     discard,
     named_step,
     step_directories,
     unreadable,
-    verify_file,
 )
 from dream_trainer.checks import refuse
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters, Mode
@@ -36,14 +35,6 @@ SCHEMA_VERSION = 1  # incremented with every change that an older reader would m
 MANIFEST_NAME = "manifest.json"
 
 SHARD_ENDING = ".distcp"  # of the files where DCP keeps tensors
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileEntry:
-    """One file of a checkpoint, as it was written."""
-
-    size: int  # bytes
-    xxh3: str  # xxh3 of the content, 128 bit, hexadecimal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +72,7 @@ class Manifest:
             content = path.read_bytes()
         except OSError as error:
             raise unreadable(path, error) from error
-        compare_content(path, (len(content), content_checksum(content)), (entry.size, entry.xxh3))
+        entry.compare(path, len(content), content_checksum(content))
         return content
 
     def facts(self) -> dict[str, Any]:
@@ -90,8 +81,7 @@ class Manifest:
         return {name: vars(self)[name] for name in names}
 
     def verify(self, name: str) -> None:
-        entry = self.entry(name)
-        verify_file(self.path / name, entry.size, entry.xxh3)
+        self.entry(name).verify(self.path / name)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -118,64 +108,52 @@ def read_manifest(path: Path) -> Manifest:
     """Reads a checkpoint's manifest and compares the sizes of its files; contents are not read."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory. Give the path of a checkpoint, such as .../step_00001000.")
-    manifest = _parse(path, _body(path / MANIFEST_NAME))
-    if named_step(path) not in (None, manifest.step):
-        raise DamagedCheckpointError(
-            f"{path / MANIFEST_NAME} is of step {manifest.step}, which is not the directory's. "
-            "Give the directory its original name back."
-        )
-    compare_sizes(path, {name: entry.size for name, entry in manifest.files.items()})
-    return manifest
-
-
-def _body(file: Path) -> dict[str, Any]:
-    advice = "Resume from another checkpoint."
+    file, advice = path / MANIFEST_NAME, "Resume from another checkpoint."
     try:
         text = file.read_bytes()
     except FileNotFoundError as error:
-        raise DamagedCheckpointError(f"{file} is missing, so {file.parent} is not a checkpoint. {advice}") from error
+        raise DamagedCheckpointError(f"{file} is missing, so {path} is not a checkpoint. {advice}") from error
     except OSError as error:
         raise unreadable(file, error) from error
     if not text:
         raise DamagedCheckpointError(f"{file} is empty. {advice}")
     try:
-        # The version is read as plain JSON: a newer schema may use types that this reader does not know.
-        plain = json.loads(text)
-        version = plain.get("schema_version") if isinstance(plain, dict) else None
-        if type(version) is not int:
-            raise ValueError("it has no schema version")
-        if version > SCHEMA_VERSION:
-            raise CheckpointError(
-                f"{file} has schema version {version}, and this dream_trainer reads up to {SCHEMA_VERSION}. "
-                "Update dream_trainer."
-            )
-        body: dict[str, Any] = typed_json.loads(text)
-    except (ValueError, RecursionError) as error:
+        manifest = _parse(path, text)
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
         raise DamagedCheckpointError(f"{file} is damaged: {error}. {advice}") from error
+    if named_step(path) not in (None, manifest.step):
+        raise DamagedCheckpointError(
+            f"{file} is of step {manifest.step}, which is not the directory's. Give the directory its original name "
+            "back."
+        )
+    compare_sizes(path, manifest.files)
+    return manifest
+
+
+def _parse(path: Path, text: bytes) -> Manifest:
+    # The version is read as plain JSON: a newer schema may use types that this reader does not know.
+    plain = json.loads(text)
+    version = plain.get("schema_version") if isinstance(plain, dict) else None
+    if type(version) is not int:
+        raise ValueError("it has no schema version")
+    if version > SCHEMA_VERSION:
+        raise CheckpointError(
+            f"{path / MANIFEST_NAME} has schema version {version}, and this dream_trainer reads up to "
+            f"{SCHEMA_VERSION}. Update dream_trainer."
+        )
+    body: dict[str, Any] = typed_json.loads(text)
     body.pop("xxh3", None)
     if _sealed(body) != text:
-        raise DamagedCheckpointError(f"{file} is damaged: its own checksum does not match. {advice}")
-    return body
-
-
-def _parse(path: Path, body: dict[str, Any]) -> Manifest:
+        raise ValueError("its own checksum does not match")
     expected = {field.name for field in fields(Manifest)} - {"path"}
-    try:
-        if set(body) | {"parent"} != expected:
-            raise ValueError(f"its fields are not those of schema {SCHEMA_VERSION}: {sorted(set(body) ^ expected)}")
-        files = {_plain_name(name): FileEntry(**entry) for name, entry in body["files"].items()}
-        return Manifest(**{**body, "path": path, "files": files})
-    except (TypeError, ValueError, AttributeError) as error:
-        raise DamagedCheckpointError(
-            f"{path / MANIFEST_NAME} is damaged: {error}. Resume from another checkpoint."
-        ) from error
-
-
-def _plain_name(name: str) -> str:
-    # A manifest may come from a stranger: it must not lead a reader out of its directory.
-    if Path(name).name != name or name in ("", ".", ".."):
-        raise ValueError(f"{name!r} is not a file of its directory")
-    return name
+    if set(body) | {"parent"} != expected:
+        raise ValueError(f"its fields are not those of schema {SCHEMA_VERSION}: {sorted(set(body) ^ expected)}")
+    for name in body["files"]:
+        # A manifest may come from a stranger: it must not lead a reader out of its directory.
+        if Path(name).name != name or name in ("", ".", ".."):
+            raise ValueError(f"{name!r} is not a file of its directory")
+    files = {name: FileEntry(**entry) for name, entry in body["files"].items()}
+    return Manifest(**{**body, "path": path, "files": files})
 
 
 def _newest_first(root: Path) -> Iterator[Manifest]:

@@ -180,65 +180,68 @@ def take_shapes(models: Mapping[str, nn.Module], names: Collection[str], shapes:
 # -- Changes to models in training other than values: which parameters learn, modes of modules, shapes of buffers.
 
 
-_LISTED = 5
-
-
 class ModelForm:
     """The form of a run's models, compared with that of its setup."""
 
     def __init__(self) -> None:
-        self._learned: dict[str, bool] = {}
-        self._trained: dict[str, bool] = {}
-        self._shapes: dict[str, torch.Size] = {}
+        self._of_setup: dict[str, dict[str, Any]] = {}
 
     def note(self, models: Mapping[str, nn.Module]) -> None:
         """The setup is over, and nothing is resumed yet."""
-        self._learned, self._trained, self._shapes = _learning(models), _modes(models), _shapes(models)
+        self._of_setup = _form(models)
 
     def state(self, models: Mapping[str, nn.Module], world: Ranks) -> dict[str, Any]:
         """The form, and its changes since the setup, as lists of names for a checkpoint; a collective."""
-        learned, trained = _learning(models), _modes(models) if world.stages == 1 else {}
+        now = _form(models) | ({"switched": {}} if world.stages > 1 else {})
         own = {
-            "frozen": [name for name, learns in learned.items() if not learns],
-            "evaluating": [name for name, trains in trained.items() if not trains],
-            "thawed": _changed(learned, self._learned),
-            "switched": _changed(trained, self._trained),
-            "reshaped": _changed(_shapes(models), self._shapes),
+            "frozen": [name for name, learns in now["thawed"].items() if not learns],
+            "evaluating": [name for name, trains in now["switched"].items() if not trains],
+            **self._changed(now),
         }
         if world.stages > 1:  # each stage only knows its own modules
             of_ranks = world.all_gather_object(own)
             return {key: sorted({name for of_rank in of_ranks for name in of_rank[key]}) for key in own}
-        reshaped = {name for of_rank in world.all_gather_object(own["reshaped"]) for name in of_rank}
-        return own | {"reshaped": sorted(reshaped)}
+        return own | {"reshaped": sorted(set().union(*world.all_gather_object(own["reshaped"])))}
 
     def reshaped(self, models: Mapping[str, nn.Module], saved: Mapping[str, Any]) -> set[str]:
         """The buffers that training has given another shape, here or in the run that wrote `saved`."""
-        return {*saved.get("reshaped", ()), *_changed(_shapes(models), self._shapes)}
+        return {*saved.get("reshaped", ()), *self._changed(_form(models))["reshaped"]}
 
     def restore(self, models: Mapping[str, nn.Module], saved: Mapping[str, Any], world: Ranks) -> None:
         if not saved:
             return
         parameters, modules = model_parameters(models), _modules(models) if world.stages == 1 else {}
         frozen, evaluating = set(saved["frozen"]), set(saved["evaluating"])
-        thawed = {*saved["thawed"], *_changed(_learning(models), self._learned)}
-        switched = {*saved["switched"], *_changed(_modes(models), self._trained)}
-        for name in parameters.keys() & thawed:
+        here = self._changed(_form(models))
+        for name in parameters.keys() & {*saved["thawed"], *here["thawed"]}:
             parameters[name].requires_grad_(name not in frozen)
         for module in (wrapped for model in models.values() for wrapped in fsdp_modules(model)):
             for sharded, gathered in gathered_twins(module):
                 gathered.requires_grad_(sharded.requires_grad)
-        for name in modules.keys() & switched:
+        for name in modules.keys() & {*saved["switched"], *here["switched"]}:
             modules[name].training = name not in evaluating
         left = [name.removeprefix("models.") for name, p in parameters.items() if p.requires_grad is (name in frozen)]
         if left and world.is_main:
             logger.warning(
-                "requires_grad of %s is as this run's setup has it, and was not so in the checkpoint",
-                listed(left, _LISTED),
+                "requires_grad of %s is as this run's setup has it, and was not so in the checkpoint", listed(left, 5)
             )
 
+    def _changed(self, now: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
+        """The names that have another value than after the setup, of each kind."""
+        return {
+            kind: [name for name, one in of.items() if self._of_setup.get(kind, {}).get(name, one) != one]
+            for kind, of in now.items()
+        }
 
-def _learning(models: Mapping[str, nn.Module]) -> dict[str, bool]:
-    return {name: parameter.requires_grad for name, parameter in model_parameters(models).items()}
+
+def _form(models: Mapping[str, nn.Module]) -> dict[str, dict[str, Any]]:
+    """Which parameters learn, the modes of modules and the shapes of buffers, by what a change of them is called."""
+    shapes = {name: buffer.shape for name, buffer in model_buffers(models).items() if not is_dtensor(buffer)}
+    return {
+        "thawed": {name: parameter.requires_grad for name, parameter in model_parameters(models).items()},
+        "switched": {name: module.training for name, module in _modules(models).items()},
+        "reshaped": shapes,
+    }
 
 
 def _modules(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
@@ -247,18 +250,6 @@ def _modules(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         for model_name, model in models.items()
         for name, module in model.named_modules()
     }
-
-
-def _modes(models: Mapping[str, nn.Module]) -> dict[str, bool]:
-    return {name: module.training for name, module in _modules(models).items()}
-
-
-def _shapes(models: Mapping[str, nn.Module]) -> dict[str, torch.Size]:
-    return {name: buffer.shape for name, buffer in model_buffers(models).items() if not is_dtensor(buffer)}
-
-
-def _changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    return [name for name, value in now.items() if name in before and before[name] != value]
 
 
 # -- Metrics that training updates: each rank saves its own.
@@ -278,24 +269,21 @@ def metric_state(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
     for name, metric in metrics.items():
         if isinstance(metric, sys.modules["torchmetrics"].MetricCollection):
             list(metric.values(copy_state=False))  # members that share a state get it only when asked for
-        states = [part.metric_state for part in parts(metric)]
-        entries = [entry for state in states for value in state.values() for entry in _entries(value)]
-        if not all(isinstance(entry, Tensor) for entry in entries):
-            left_out.append(name)
-            continue
-        described[name] = [
-            {
-                "updates": part.update_count,
-                "states": {key: len(value) if isinstance(value, list) else None for key, value in state.items()},
-            }
-            for part, state in zip(parts(metric), states, strict=True)
-        ]
-        for number, state in enumerate(states):
+        found, record = dict[str, Any](), []
+        for number, part in enumerate(parts(metric)):
+            state, prefix = part.metric_state, f"{PREFIX}{name}.{number}."
+            lengths = {key: len(value) if isinstance(value, list) else None for key, value in state.items()}
+            record.append({"updates": part.update_count, "states": lengths})
             for key, value in state.items():
-                prefix = f"{PREFIX}{name}.{number}.{key}"
-                names = [f"{prefix}.{index}" for index in range(len(value))] if isinstance(value, list) else [prefix]
-                copies = [entry.detach().clone() for entry in _entries(value)]
-                tensors |= zip(names, copies, strict=True)
+                entries = {f"{prefix}{key}": value}
+                if isinstance(value, list):
+                    entries = {f"{prefix}{key}.{index}": entry for index, entry in enumerate(value)}
+                found |= entries
+        if all(isinstance(entry, Tensor) for entry in found.values()):
+            described[name] = record
+            tensors |= {key: entry.detach().clone() for key, entry in found.items()}
+        else:
+            left_out.append(name)
     return described, tensors, left_out
 
 
@@ -335,10 +323,6 @@ def _load_part(part: Any, prefix: str, states: list[State]) -> None:
             value = _ways()[part._reductions[key]](value, other)
         setattr(part, key, value)
     part._update_count = sum(described["updates"] for described, _ in states)
-
-
-def _entries(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def _ways() -> dict[Any, Callable[[Any, Any], Any]]:

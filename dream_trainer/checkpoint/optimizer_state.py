@@ -186,8 +186,15 @@ def tensor_name(name: str, part: str, path: TensorPath) -> str:
 
 
 def places_of(by_name: Mapping[str, nn.Parameter], part: str) -> dict[str, Any]:
-    """Which part this rank has of the parameters that a part of the state is of."""
-    return {name: place_of(by_name[name]) for name in (by_name if part == WHOLE else (part,))}
+    """Which part this rank has of each parameter that a part of the state is of: equal places have equal parts."""
+    places: dict[str, Any] = {}
+    for name in by_name if part == WHOLE else (part,):
+        parameter = by_name[name]
+        places[name] = None
+        if is_dtensor(parameter):
+            mesh, cuts = parameter.device_mesh, [str(placement) for placement in parameter.placements]
+            places[name] = [list(mesh.shape), cuts, list(mesh.get_coordinate() or ())]
+    return places
 
 
 def _of_each_rank(name: str, groups: Sequence[Mapping[str, Any]], parts: Mapping[str, _Part], world: Ranks) -> set[str]:
@@ -265,14 +272,6 @@ def mesh_of(parameters: Sequence[nn.Parameter]) -> DeviceMesh | None:
     return next((parameter.device_mesh for parameter in parameters if is_dtensor(parameter)), None)
 
 
-def place_of(parameter: nn.Parameter) -> list[Any] | None:
-    """Which part of a sharded parameter this rank has: equal places have equal parts. None for a plain one."""
-    if not is_dtensor(parameter):
-        return None
-    mesh = parameter.device_mesh
-    return [list(mesh.shape), [str(one) for one in parameter.placements], list(mesh.get_coordinate() or ())]
-
-
 def layout_to_note(tensor: Tensor, parameter: nn.Parameter | None, mesh: DeviceMesh | None) -> Layout | None:
     """A state tensor's layout, if it does not follow from its parameter."""
     has_its_shape = parameter is not None and tensor.shape == parameter.shape
@@ -286,25 +285,6 @@ def layout_to_note(tensor: Tensor, parameter: nn.Parameter | None, mesh: DeviceM
             "the optimizer's parameters, as Shard or Replicate."
         )
     return {name: shard_dim(placement) for name, placement in zip(_names(mesh), tensor.placements, strict=True)}
-
-
-def allocate(
-    shape: torch.Size,
-    dtype: torch.dtype,
-    device: torch.device,
-    noted: Layout | None,
-    like: Tensor | None,
-    mesh: DeviceMesh | None,
-) -> Tensor:
-    if isinstance(noted, Mapping) and mesh is not None:
-        from torch.distributed.tensor import Replicate, Shard, empty
-
-        dims = [noted.get(name) for name in _names(mesh)]
-        placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
-        return empty(shape, dtype=dtype, device_mesh=mesh, placements=placements).to(device)
-    if noted is None and like is not None and like.shape == shape:
-        return torch.empty_like(like, dtype=dtype, device=device, requires_grad=False)
-    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _names(mesh: DeviceMesh | None) -> tuple[str, ...]:
@@ -343,13 +323,11 @@ def prepare_optimizer_state(
             'checkpoint with branch=BranchParameters(optimizer="new"), or only from its weights, '
             "CheckpointParameters(init_from=<its path>)."
         )
-    options = _options_by_group(name, optimizer, fqns, values["groups"])
+    is_whole = values.get("has_own_state_dict", False)
+    options = _options_by_group(name, optimizer, fqns, values["groups"], by_position=is_whole)
     by_name = parameters_by_name(optimizer, fqns)
     local = _own_records(name, values, by_name, own)
     records = values["state"] | ({WHOLE: values["whole"]} if "whole" in values else {}) | local
-    is_whole = values.get("has_own_state_dict", False)
-    if is_whole:
-        _refuse_another_order(name, optimizer, fqns, values["groups"])
     template = split_state(optimizer.state_dict(), fqns)[1] if is_whole else {}
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     ordered, allocated, found = list(by_name.values()), dict[str, Tensor](), dict[str, dict[TensorPath, Tensor]]()
@@ -374,7 +352,18 @@ def prepare_optimizer_state(
                 )
             device = ordered[0].device if owner is None else _device(path, owner, groups[id(owner)])
             device = torch.device("cpu") if path in on_host else device
-            tensors[path] = allocated[full_name] = allocate(shape, dtype, device, layouts.get(path), like, mesh)
+            layout = layouts.get(path)
+            if isinstance(layout, Mapping) and mesh is not None:
+                from torch.distributed.tensor import Replicate, Shard, empty
+
+                dims = [layout.get(dimension) for dimension in _names(mesh)]
+                placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
+                tensor = empty(shape, dtype=dtype, device_mesh=mesh, placements=placements).to(device)
+            elif layout is None and like is not None and like.shape == shape:
+                tensor = torch.empty_like(like, dtype=dtype, device=device, requires_grad=False)
+            else:
+                tensor = torch.empty(shape, dtype=dtype, device=device)
+            tensors[path] = allocated[full_name] = tensor
 
     def state_of(part: str) -> dict[Any, Any]:
         return joined_state(records[part], found[part], by_name)
@@ -425,19 +414,6 @@ def _own_records(
     return records
 
 
-def _refuse_another_order(
-    name: str, optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: Sequence[Mapping[str, Any]]
-) -> None:
-    here = [[fqns[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
-    then = [group["parameters"] for group in saved]
-    if here != then:
-        raise CheckpointError(
-            f"{type(optimizer).__name__} has its own state_dict, which identifies parameters by their position, and "
-            f"optimizer {name!r} has them in another order or other groups than the checkpoint. Give it the parameters "
-            "in the checkpoint's order."
-        )
-
-
 def _device(path: TensorPath, parameter: nn.Parameter, group: Mapping[str, Any]) -> torch.device:
     if path[-1] == "step" and not (group.get("fused") or group.get("capturable")):
         return torch.device("cpu")
@@ -445,7 +421,7 @@ def _device(path: TensorPath, parameter: nn.Parameter, group: Mapping[str, Any])
 
 
 def _options_by_group(
-    name: str, optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: list[dict[str, Any]]
+    name: str, optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: list[dict[str, Any]], *, by_position: bool
 ) -> list[dict[str, Any]]:
     """For each group of `optimizer`, the saved options of its parameters' group."""
     owner = {fqn: index for index, group in enumerate(saved) for fqn in group["parameters"]}
@@ -458,6 +434,12 @@ def _options_by_group(
         raise CheckpointError(
             f"Optimizer {name!r} has other parameters than the checkpoint's ({'; '.join(differences)}). "
             "Was a layer added, removed, renamed or frozen since?"
+        )
+    if by_position and current_groups != [group["parameters"] for group in saved]:
+        raise CheckpointError(
+            f"{type(optimizer).__name__} has its own state_dict, which identifies parameters by their position, and "
+            f"optimizer {name!r} has them in another order or other groups than the checkpoint. Give it the parameters "
+            "in the checkpoint's order."
         )
     chosen = []
     for index, group in enumerate(current_groups):

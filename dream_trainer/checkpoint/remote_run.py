@@ -48,7 +48,7 @@ def list_in_both(root: Path, stage: Path) -> list[Manifest]:
 
 PATIENCE_SECONDS = 60.0  # how long the end of a run, or its start, waits for a store that does not answer
 
-_LONGEST_PAUSE = 15.0
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0
 _LOOK_SECONDS = 0.1
 _OF_A_RANK = re.compile(r"__(\d+)_\d+\.distcp|rank_(\d+)\..*")
 
@@ -160,6 +160,7 @@ class RemoteRun:
     # -- the thread
 
     def _run(self) -> None:
+        pause = _SHORTEST_PAUSE
         while not self._ended.is_set():
             with self._changed:
                 if not self._waiting:
@@ -167,32 +168,28 @@ class RemoteRun:
                     continue
                 checkpoint = self._waiting[0]
             try:
-                self._until_it_works(lambda path=checkpoint: self._send(path))  # type: ignore[misc]
+                self._send(checkpoint)
             except CheckpointError as error:
                 self._fatal = error
                 self._tell(str(error))
-            except Exception as error:  # otherwise the end of the run would wait forever
-                self._fatal = CheckpointError(f"{checkpoint} was not sent: {without_secrets(error)}")
-            if self._fatal is not None or self._ended.is_set():
                 return
-            with self._changed:
-                self._waiting.popleft()
-                self._count += 1
-                self._changed.notify_all()
-
-    def _until_it_works(self, task: Callable[[], None]) -> None:
-        pause = 0.5
-        while not self._ended.is_set():
-            try:
-                task()
             except OSError as error:
                 self._has_trouble(without_secrets(error))
                 self._tell(without_secrets(error))
                 self._ended.wait(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
-            else:
-                self._answers()
+                continue
+            except Exception as error:  # otherwise the end of the run would wait forever
+                self._fatal = CheckpointError(f"{checkpoint} was not sent: {without_secrets(error)}")
                 return
+            pause = _SHORTEST_PAUSE
+            self._answers()
+            if self._ended.is_set():
+                return
+            with self._changed:
+                self._waiting.popleft()
+                self._count += 1
+                self._changed.notify_all()
 
     def _has_trouble(self, why: str) -> None:
         if self._trouble is None:
@@ -251,17 +248,17 @@ class RemoteRun:
             discard(path)
             return []
         self._refuse_if_taken()
-        remote_manifest = self._manifest_of(path)
-        remote_manifest.store.remove(remote_manifest.key)  # one of the step that this replaces, or that is damaged
+        place = self.directory / path.name / MANIFEST_NAME
+        place.store.remove(place.key)  # one of the step that this replaces, or that is damaged
         stored.pop(local.step, None)
         return sorted(local.files)
 
     def _commit(self, path: Path) -> None:
         """Rank 0: writes the manifest, after which the checkpoint exists, and removes checkpoints that are not kept."""
         content, local = (path / MANIFEST_NAME).read_bytes(), read_manifest(path)
-        target, place = self.directory / path.name, self._manifest_of(path)
+        target, place = self.directory / path.name, self.directory / path.name / MANIFEST_NAME
         try:
-            compare_sizes(target, {name: entry.size for name, entry in local.files.items()})
+            compare_sizes(target, local.files)
         except DamagedCheckpointError as error:
             raise ConnectionError(f"not everything arrived: {error}") from None
         self._refuse_if_taken()
@@ -289,9 +286,6 @@ class RemoteRun:
                 f"another job has taken {self.run} while this one did not answer. Stop one of them, or give this run "
                 "another experiment name."
             )
-
-    def _manifest_of(self, path: Path) -> StorePath:
-        return self.directory / path.name / MANIFEST_NAME
 
     # -- messages between ranks
 

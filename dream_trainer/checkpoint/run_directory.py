@@ -15,7 +15,7 @@ from typing import IO
 
 from dream_trainer import file_locks
 from dream_trainer.checkpoint.files import step_directories, sync_directory
-from dream_trainer.distributed.ranks import Ranks, on_all_ranks
+from dream_trainer.distributed.ranks import Ranks, from_main_rank, on_all_ranks
 from dream_trainer.errors import CheckpointError
 from dream_trainer.stores.ownership import is_owned
 from dream_trainer.stores.store_path import StorePath
@@ -32,9 +32,8 @@ _trainings = Counter[Path]()  # on every rank
 def claim(run_dir: Path, world: Ranks) -> None:
     """Claims `run_dir` for this job until `release`; every rank calls it."""
     task = f"claim the run directory {run_dir}"
-    token = on_all_ranks(world, task, lambda: _lock(run_dir) if world.is_main else None)
-    token_of_rank_0 = world.all_gather_object(token)[0]
-    on_all_ranks(world, task, lambda: _expect(run_dir, token_of_rank_0))
+    token = from_main_rank(world, task, lambda: _lock(run_dir))
+    on_all_ranks(world, task, lambda: _expect(run_dir, token))
 
 
 def release(run_dir: Path) -> None:

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 from xxhash import xxh3_128
 
 from dream_trainer.checkpoint.blocks import Box, WeightFiles, blaming, inside, load_pickle, part_of
-from dream_trainer.checkpoint.files import compare_content
-from dream_trainer.checkpoint.manifest import FileEntry, Manifest, read_manifest
+from dream_trainer.checkpoint.files import FileEntry
+from dream_trainer.checkpoint.manifest import Manifest, read_manifest
 from dream_trainer.compat.pytorch import dcp_metadata_globals, file_window, local_tensor
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 from dream_trainer.stores.store_path import StorePath
@@ -100,7 +100,7 @@ class _Piece(NamedTuple):
         block[_shifted(self.common, [cut.start for cut in box])].copy_(source)
 
 
-class DcpTensors(WeightFiles):
+class DcpTensors:
     """Tensors of a DCP directory, which is another program's if it has no manifest.
 
     `names` maps the name to give each tensor to its name in the metadata; by default all keep theirs."""
@@ -113,8 +113,14 @@ class DcpTensors(WeightFiles):
         records: dict[str, Any] = metadata.state_dict_metadata
         self._names = {name: name for name in records} if names is None else names
         with blaming(path / METADATA_NAME):
-            self.records = {name: _tensor_record(records[full], full) for name, full in self._names.items()}
+            self.records: dict[str, TensorStorageMetadata] = {name: records[full] for name, full in self._names.items()}
+            for name, record in self.records.items():
+                if any(not len(chunk.offsets) == len(chunk.sizes) == len(record.size) for chunk in record.chunks):
+                    raise ValueError(f"a chunk of {name!r} has another number of dimensions")
             self.shapes = {name: tuple(record.size) for name, record in self.records.items()}
+
+    def as_files(self) -> WeightFiles:
+        return WeightFiles(self.shapes, self.read, self.checksums)
 
     def checksums(self, boxes: Mapping[str, Box]) -> dict[Path, FileEntry]:
         if self._manifest is None:
@@ -155,13 +161,6 @@ class DcpTensors(WeightFiles):
             if self._manifest is not None:
                 self._manifest.entry(location.relative_path)
             return inside(metadata_file, location.relative_path), location
-
-
-def _tensor_record(record: Any, name: str) -> TensorStorageMetadata:
-    tensor: TensorStorageMetadata = record
-    if any(len(chunk.offsets) != len(tensor.size) or len(chunk.sizes) != len(tensor.size) for chunk in tensor.chunks):
-        raise ValueError(f"a chunk of {name!r} has another number of dimensions")
-    return tensor
 
 
 def _overlap(box: Box, chunk: ChunkStorageMetadata) -> Box | None:
@@ -208,8 +207,7 @@ def read_tensors(
                     piece.copy(window(piece.offset, piece.length), local, box)
                 if hashed is not None:
                     unread.remove(file.name)
-                    entry = manifest.entry(file.name)
-                    compare_content(file, hashed.finish(), (entry.size, entry.xxh3))
+                    manifest.entry(file.name).compare(file, *hashed.finish())
     finally:
         for name in sorted(unread):
             manifest.verify(name)

@@ -12,28 +12,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dream_trainer.best_value import is_better, refuse_missing
+from dream_trainer.best_value import refuse_missing
 from dream_trainer.cadence import Cadence
 from dream_trainer.checkpoint.files import set_newer_aside
 from dream_trainer.checkpoint.remote_run import RemoteRun
 from dream_trainer.checkpoint.run_directory import claim, count_training, release, trainings
 from dream_trainer.checkpoint.saving import Saving
-from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.checkpoint.snapshot_writer import HostCopies, SnapshotWriter
+from dream_trainer.checkpoint.store import Snapshot
 from dream_trainer.cleanup import followed_by, in_a_line
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters, OnSaveError
 from dream_trainer.distributed.ranks import Ranks, on_all_ranks
 from dream_trainer.errors import CheckpointError, StepError
 from dream_trainer.screen import logger
-
-
-def leave_branch(root: Path, step: int, world: Ranks) -> None:
-    """Renames this run's checkpoints after `step`, which belong to a branch that the run leaves now; a collective."""
-    set_aside = on_all_ranks(
-        world, "set newer checkpoints aside", lambda: set_newer_aside(root, step) if world.is_main else []
-    )
-    if set_aside:
-        logger.warning("continuing from step %d; set aside: %s", step, ", ".join(path.name for path in set_aside))
 
 
 class Moment(NamedTuple):
@@ -53,6 +44,7 @@ class Saver(Saving):
     settle: Callable[[], Moment]
     snapshot: Callable[[dict[str, float], HostCopies | None], Snapshot]
     warm: Callable[[HostCopies | None], Callable[[], None]]
+    is_best: Callable[[int], bool]  # whether the validation after a step is the best so far, by `best_metric`
     on_save: Callable[[Path], None]
     on_lost: Callable[[], None]
     patience: Callable[[], AbstractContextManager[None]]
@@ -77,24 +69,21 @@ class Saver(Saving):
         self._ranks_writing = 0
         self._saved: Moment | None = None  # of the last save, which may still be written
         self._validation: tuple[int, dict[str, float]] = (-1, {})
-        self.best_value: float | None = None
         self._knows_best_metric = parameters.best_metric is None
         self._is_best = False
         # This run's saves after this step belong to an abandoned branch; None if there is no such branch.
         self._leaves_after: int | None = None
         self._leaves_at_first_save = False
-        self._claimed: list[Path] = []
-        self._known_trainings: dict[Path, int] = {}
+        self._claimed: dict[Path, int] = {}  # how many trainings of each directory this trainer knows
 
     @property
     def is_overtaken(self) -> bool:
-        return not self.only_when_called and any(trainings(d) != known for d, known in self._known_trainings.items())
+        return not self.only_when_called and any(trainings(d) != known for d, known in self._claimed.items())
 
     def claim(self, directory: Path) -> None:
         """Claims the run's directory, or that of its checkpoints, for this job until `release`; every rank calls it."""
         claim(directory, self.world)
-        self._claimed.append(directory)
-        self._known_trainings[directory] = trainings(directory)
+        self._claimed[directory] = trainings(directory)
 
     def send_to(self, remote: RemoteRun) -> None:
         """Uploads checkpoints to an object store from now on, first those that wait on the disk; a collective."""
@@ -103,14 +92,15 @@ class Saver(Saving):
             remote.begin(self.writer.directory)
 
     def wait_until_sent(self) -> None:
-        with self.patience():
-            self.writer.wait_until_sent()
+        if self.writer.remote is not None:
+            with self.patience():
+                on_all_ranks(self.writer.world, "send checkpoints", self.writer.remote.finish)
 
     def release(self) -> None:
         if self.writer.remote is not None:
             self.writer.remote.end()
         while self._claimed:
-            release(self._claimed.pop())
+            release(self._claimed.popitem()[0])
 
     # -- when to save
 
@@ -128,9 +118,7 @@ class Saver(Saving):
             self.say_once(
                 "best_metric", f"best_metric={name!r} is not among the validation's metrics: {sorted(metrics)}."
             )
-        value = metrics.get(name)
-        if is_better(value, self.best_value, self.parameters.known_best_mode()):
-            self.best_value, self._is_best = value, self.parameters.save_on_best
+        self._is_best |= self.parameters.save_on_best and self.is_best(step)
 
     def save_if_due(self, *, step: int | None, epoch: int | None, is_last: bool, requested: bool) -> None:
         # After the first step, since optimizers create their state in it: one that cannot be saved is found now.
@@ -147,53 +135,36 @@ class Saver(Saving):
         # A local one follows a checkpoint, so the run's first save is one.
         due = self._cadence.is_due(step, epoch) or (is_local and not self._has_checkpoint)
         self._is_best = False
-        if not (must or due or is_last or is_local):
-            return
         # No save follows the end of a run, so a state that is not on the disk is lost.
         on_error: OnSaveError = "raise" if is_last else parameters.on_save_error
-        if must or (due and not self._skips(step)):
+        is_busy = self._ranks_writing > 0 and parameters.when_busy == "skip"  # the same on all ranks
+        if must or (due and (self._writes_local or not is_busy)):
             self._finish(parameters.on_save_error)
             self._begin(on_error)
-        elif is_local and not due and not self._skips_local():
+        elif due and self.world.is_main:
+            what = "this epoch's end" if step is None else f"step {step}"
+            logger.info("%s is not saved: the last checkpoint is still being written", what)
+        elif is_local and not due and not is_busy:
             self._finish(parameters.on_save_error)
-            # as `_begin`, for a state that each host keeps for itself, and that no one waits for
-            self.writer.warming.collect()
-            now = self.settle()
-            if self._saved is None or self._saved.step != now.step:
-                self._write(now, self.parameters.on_save_error, is_local=True)
+            self._begin(parameters.on_save_error, is_local=True)
         if is_last:
             self._finish(on_error)
             self.writer.warming.collect()
             self.wait_until_sent()
 
-    def _skips(self, step: int | None) -> bool:
-        """Whether this save is skipped, since some rank still writes the last one; the same on all ranks."""
-        skips = self._skips_local() and not self._writes_local
-        if skips and self.world.is_main:
-            what = "this epoch's end" if step is None else f"step {step}"
-            logger.info("%s is not saved: the last checkpoint is still being written", what)
-        return skips
-
-    def _skips_local(self) -> bool:
-        return self._ranks_writing > 0 and self.parameters.when_busy == "skip"
-
     def flags(self) -> tuple[bool, bool, bool]:
-        is_busy = (self.writer.writing.is_busy or self._ranks_writing > 0) and not self._writes_local
+        writing, is_saving = self.writer.writing, self._ranks_writing > 0
+        is_busy = (writing.is_busy or is_saving) and not self._writes_local
         due = (
             self._cadence.goes_by_the_clock
             and self.world.is_main
             and self._cadence.is_due_by_the_clock()
             and not (is_busy and self.parameters.when_busy == "skip")
         )
-        if not self._ranks_writing:
-            return due, False, False
-        return due, self.writer.writing.is_busy, self.writer.writing.has_failed
+        return due, is_saving and writing.is_busy, is_saving and writing.has_failed
 
     def heard(self, saving: int, failed: int) -> None:
-        were_writing = self._ranks_writing
-        if were_writing == saving and not failed:
-            return
-        self._ranks_writing = saving
+        were_writing, self._ranks_writing = self._ranks_writing, saving
         if were_writing and (failed or not saving):
             self._finish(self.parameters.on_save_error)
 
@@ -214,35 +185,37 @@ class Saver(Saving):
         if self._is_telling:
             raise StepError("save_checkpoint() was called in on_save, which it would bring about again, without end.")
         self._finish("raise")
-        self._write(self._settled(), "raise")
+        self._begin("raise", always=True)
         self._finish("raise")
 
     def finish(self) -> None:
         self._finish("raise")
 
     def before_update(self) -> None:
-        if self._ranks_writing:
-            self.writer.before_update()
+        if self._ranks_writing and self.writer.copies is not None:
+            self.writer.copies.wait_before_update()
 
-    def _begin(self, on_error: OnSaveError) -> None:
+    def _begin(self, on_error: OnSaveError, *, is_local: bool = False, always: bool = False) -> None:
         """Saves where the run is, unless that has been saved; no save may be running."""
-        now = self._settled()
-        if self._saved not in (Moment(now.step, has_pending_work=False), now):
-            self._write(now, on_error)
-
-    def _settled(self) -> Moment:
         self.writer.warming.collect()
         now = self.settle()
-        self._cadence.restart()
-        return now
-
-    def _write(self, now: Moment, on_error: OnSaveError, *, is_local: bool = False) -> None:
-        if not is_local:
-            self._refuse_if_overtaken()
-        replace = self._saved is not None and self._saved.step == now.step
-        snapshot = self._take_snapshot(now.step, on_error, is_local=is_local)
-        if snapshot is None:
+        if self._saved in (Moment(now.step, has_pending_work=False), now) and not always:
             return
+        if not is_local:
+            self._cadence.restart()
+            self._refuse_if_overtaken()
+        started = self.clock()  # the device has finished the step: the time from here on is the save's
+        validated_at, metrics = self._validation
+        try:
+            if not is_local:
+                self._leave_branch()
+            snapshot = self.snapshot(metrics if validated_at == now.step else {}, self.writer.copies)
+        except CheckpointError as error:
+            self._failed(error, on_error)
+            return
+        finally:
+            self.seconds += self.clock() - started
+        replace = self._saved is not None and self._saved.step == now.step
         if not is_local:
             self._saved, self._has_checkpoint = now, True
         self._writes_local, self._ranks_writing = is_local, 1
@@ -250,24 +223,8 @@ class Saver(Saving):
         if self.writer.copies is None:
             self._finish(on_error)
 
-    def _take_snapshot(self, step: int, on_error: OnSaveError, *, is_local: bool) -> Snapshot | None:
-        """The state now, or None if it cannot be saved and training continues."""
-        started = self.clock()  # the device has finished the step: the time from here on is the save's
-        validated_at, metrics = self._validation
-        try:
-            if not is_local:
-                self._leave_branch()
-            return self.snapshot(metrics if validated_at == step else {}, self.writer.copies)
-        except CheckpointError as error:
-            self._failed(error, on_error)
-            return None
-        finally:
-            self.seconds += self.clock() - started
-
     def _finish(self, on_error: OnSaveError) -> None:
         """Waits for the save that is running, if there is one, and reports it; on all ranks at the same step."""
-        if self.writer.writing.is_collected:
-            return
         started = self.clock()
         try:
             with self.patience():
@@ -276,16 +233,13 @@ class Saver(Saving):
             self._failed(error, on_error)
         else:
             if path is not None:
-                self._tell(path)
+                self._is_telling = True
+                try:
+                    self.on_save(path)
+                finally:
+                    self._is_telling = False
         finally:
             self.seconds += self.clock() - started
-
-    def _tell(self, path: Path) -> None:
-        self._is_telling = True
-        try:
-            self.on_save(path)
-        finally:
-            self._is_telling = False
 
     def _failed(self, error: CheckpointError, on_error: OnSaveError) -> None:
         self._saved, self._has_checkpoint = None, False
@@ -310,7 +264,7 @@ class Saver(Saving):
         self, step: int, metrics: Mapping[str, Any], *, is_own: bool, has_pending_work: bool, is_local: bool = False
     ) -> None:
         self.lacks_checkpoint = False
-        self._known_trainings = {directory: trainings(directory) for directory in self._known_trainings}
+        self._claimed = {directory: trainings(directory) for directory in self._claimed}
         self._saved = Moment(step, has_pending_work) if is_own and not is_local else None
         self._has_checkpoint = is_own
         self._leaves_after = step if is_own else step - 1
@@ -326,23 +280,23 @@ class Saver(Saving):
 
     def _refuse_if_overtaken(self) -> None:
         if self.is_overtaken:
+            run = next(iter(self._claimed))
             raise CheckpointError(
-                f"another trainer of this process has trained {self._claimed[0]} since this one did, whose state is "
-                "older. Build this one again, so that it resumes from the newest checkpoint, or give it another name."
+                f"another trainer of this process has trained {run} since this one did, whose state is older. "
+                "Build this one again, so that it resumes from the newest checkpoint, or give it another name."
             )
-        self._known_trainings = {directory: count_training(directory) for directory in self._known_trainings}
+        self._claimed = {directory: count_training(directory) for directory in self._claimed}
 
     def _leave_branch(self) -> None:
         """Moves checkpoints of the abandoned branch away, since they look like this one's. Only training does this."""
-        if self._leaves_after is not None:
-            leave_branch(self.writer.directory, self._leaves_after, self.world)
-            if self.writer.remote is not None:
-                leave_branch(self.writer.remote.directory, self._leaves_after, self.world)
-                self.writer.remote.look_again()
-            self._leaves_after = None
-
-    def state(self) -> dict[str, Any]:
-        return {"best_value": self.best_value}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.best_value = state.get("best_value")
+        after, remote = self._leaves_after, self.writer.remote
+        if after is None:
+            return
+        roots = [self.writer.directory] if remote is None else [self.writer.directory, remote.directory]
+        for move in [partial(set_newer_aside, root, after) for root in roots]:
+            moved = on_all_ranks(self.world, "set newer checkpoints aside", move if self.world.is_main else list[Path])
+            if moved:
+                logger.warning("continuing from step %d; set aside: %s", after, ", ".join(path.name for path in moved))
+        if remote is not None:
+            remote.look_again()
+        self._leaves_after = None

@@ -15,7 +15,6 @@ class Saving:
     seconds: float = 0.0  # that training waited for saves in this process
     lacks_checkpoint: bool = False  # a resume found none where one was possible
     local: LocalCheckpoints | None = None
-    best_value: float | None = None  # of `best_metric` so far
 
     @property
     def is_overtaken(self) -> bool:
@@ -67,10 +66,3 @@ class Saving:
 
     def release(self) -> None:
         """Releases the run directory after the last write to it."""
-
-    def state(self) -> dict[str, Any]:
-        """This object's state for checkpoints."""
-        return {}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restores the result of `state`."""

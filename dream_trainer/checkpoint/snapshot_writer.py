@@ -15,8 +15,7 @@ from torch import Tensor
 from dream_trainer.checkpoint.local_checkpoints import LocalCheckpoints
 from dream_trainer.checkpoint.manifest import retire
 from dream_trainer.checkpoint.remote_run import RemoteRun
-from dream_trainer.checkpoint.snapshot import KnownPlan, Snapshot
-from dream_trainer.checkpoint.store import write_checkpoint
+from dream_trainer.checkpoint.store import KnownPlan, Snapshot, write_checkpoint
 from dream_trainer.compat.pytorch import local_tensor, with_local
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters
 from dream_trainer.distributed.ranks import Ranks, on_all_ranks
@@ -37,45 +36,31 @@ class SnapshotWriter:
     def __post_init__(self) -> None:
         self.writing: Background[Path | None] = Background("checkpoint writer")  # gives a checkpoint's directory
         self.warming: Background[None] = Background("checkpoint memory")  # so that the first save takes no longer
-        self._copies_are_pending = False
         self._known_plan = KnownPlan()
 
     def start(self, snapshot: Snapshot, *, replace: bool, is_local: bool) -> None:
         """Begins to write a checkpoint, or a local one; the last outcome must have been collected."""
-        self._copies_are_pending = self.copies is not None
         self.writing.start(partial(self._write, snapshot, replace=replace, is_local=is_local))
-
-    def wait_until_sent(self) -> None:
-        if self.remote is not None:
-            on_all_ranks(self.world, "send checkpoints", self.remote.finish)
-
-    def before_update(self) -> None:
-        """Right before parameters change in place: the device first finishes copying them. The host does not wait."""
-        if self._copies_are_pending and self.copies is not None:
-            self._copies_are_pending = False
-            self.copies.wait_before_update()
 
     def _write(self, snapshot: Snapshot, *, replace: bool, is_local: bool) -> Path | None:
         if self.copies is not None:
             self.copies.wait()
-        path = None if is_local else self._write_checkpoint(snapshot, replace=replace)
+        path = None
+        if not is_local:
+            if self.remote is not None:
+                on_all_ranks(self.world, "save", self.remote.refuse_if_lost)
+            path = write_checkpoint(self.directory, snapshot, world=self.world, replace=replace, known=self._known_plan)
+            if self.local is not None:
+                self.local.follow(path)
+            if self.remote is not None:
+                self.remote.put(path)
+            elif self.world.is_main:
+                try:
+                    retire(self.directory, self.retention)
+                except OSError as error:  # the new checkpoint is complete, and a later save tries again
+                    logger.warning("old checkpoints could not be removed: %s", error)
         if self.local is not None:
             self.local.write(snapshot)
-        return path
-
-    def _write_checkpoint(self, snapshot: Snapshot, *, replace: bool) -> Path:
-        if self.remote is not None:
-            on_all_ranks(self.world, "save", self.remote.refuse_if_lost)
-        path = write_checkpoint(self.directory, snapshot, world=self.world, replace=replace, known=self._known_plan)
-        if self.local is not None:
-            self.local.follow(path)
-        if self.remote is not None:
-            self.remote.put(path)
-        elif self.world.is_main and not self.retention.keeps_all:
-            try:
-                retire(self.directory, self.retention)
-            except OSError as error:  # the new checkpoint is complete, and a later save tries again
-                logger.warning("old checkpoints could not be removed: %s", error)
         return path
 
 
@@ -96,10 +81,6 @@ class Background(Generic[T]):
     @property
     def has_failed(self) -> bool:
         return self._running is not None and self._running.done() and self._running.exception() is not None
-
-    @property
-    def is_collected(self) -> bool:
-        return self._running is None
 
     def start(self, task: Callable[[], T]) -> None:
         """Starts `task`. The last one's outcome must have been collected."""
@@ -129,6 +110,7 @@ class HostCopies:
         self._memory: dict[str, Tensor] = {}
         self._stream = torch.Stream(device) if device.type in _WITH_STREAMS else None
         self._copied: torch.Event | None = None
+        self._delays_update: torch.Event | None = None  # the same, until an update has waited for it
 
     def warm(self, tensors: Mapping[str, Tensor]) -> None:
         """Allocates memory for tensors of these shapes, so that the first save takes no longer than later ones."""
@@ -147,13 +129,14 @@ class HostCopies:
             with self._stream:
                 for name in later:
                     copies[name] = self._copy(name, tensors[name], non_blocking=True)
-                self._copied = self._stream.record_event()
+                self._copied = self._delays_update = self._stream.record_event()
         return copies
 
     def wait_before_update(self) -> None:
-        """Makes the device's later work wait for the copies; the host does not wait."""
-        if self._copied is not None:
-            torch.accelerator.current_stream(self._device).wait_event(self._copied)
+        """Right before parameters change in place: the device first finishes copying them. The host does not wait."""
+        copied, self._delays_update = self._delays_update, None
+        if copied is not None:
+            torch.accelerator.current_stream(self._device).wait_event(copied)
 
     def wait(self) -> None:
         if self._copied is not None:

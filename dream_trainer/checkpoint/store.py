@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ from torch import Tensor
 from dream_trainer.checkpoint import typed_json
 from dream_trainer.checkpoint.files import (
     SHARED_NAME,
+    FileEntry,
     make_temporary,
     publish,
     rank_name,
@@ -35,14 +38,12 @@ from dream_trainer.checkpoint.files import (
 )
 from dream_trainer.checkpoint.manifest import (
     MANIFEST_NAME,
-    FileEntry,
     Manifest,
     encode_manifest,
     own_share,
     read_manifest,
     verify_checkpoint,
 )
-from dream_trainer.checkpoint.snapshot import KnownPlan, Snapshot
 from dream_trainer.checks import listed
 from dream_trainer.distributed.ranks import (
     Ranks,
@@ -55,7 +56,32 @@ from dream_trainer.version import __version__
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import SavePlan
     from torch.distributed.checkpoint.storage import WriteResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """One rank's part of a checkpoint, taken at one moment. State other than tensors is already serialised."""
+
+    step: int  # optimizer steps completed
+    tensors: Mapping[str, Tensor]
+    # Sharded (DTensor), or the same on all ranks (plain): of those any one rank's is saved. Ranks may differ in names.
+    shared: bytes  # state that is the same on all ranks, as typed JSON; rank 0's is written
+    rank_state: bytes  # state that only this rank has, as typed JSON
+    rank_tensors: Mapping[str, Tensor]
+    # Plain tensors that only this rank has, and those that differ from rank 0's, under their name in `tensors`.
+    description: Mapping[str, Any]
+    # The fields `epoch`, `samples_seen`, `mesh_shape`, `config`, `metrics` and `parent` of the manifest.
+
+
+@dataclass
+class KnownPlan:
+    """The last save's plan on one rank, so that the same tensors are not planned again (tools/bench/planning.py)."""
+
+    layout: dict[str, tuple[Any, ...]] | None = None  # maps names to tensors' layouts
+    plan: SavePlan | None = None
+    metadata: Metadata | None = None  # on rank 0, of all tensors
 
 
 def write_checkpoint(
@@ -70,13 +96,16 @@ def write_checkpoint(
     """Writes a checkpoint and publishes it; every rank calls this, and `world` may be a host's of `job`.
 
     A whole checkpoint of the step is left as it is. An error removes the temporary directory and nothing else."""
+    from safetensors.torch import save
+
     # Imported where used: DCP loads a good part of torch.distributed.
     from dream_trainer.checkpoint.dcp_writer import TensorWriter
 
     final = Path(root) / step_name(snapshot.step)
     task = f"write the checkpoint of step {snapshot.step} to {root}"
-    if from_main_rank(world, task, lambda: _tidy(final)) and not replace and _is_whole(final, world):
-        return final
+    if from_main_rank(world, task, lambda: _tidy(final)) and not replace:
+        with suppress(DamagedCheckpointError):
+            return verify_checkpoint(final, world=world).path
     temporary = from_main_rank(world, task, lambda: make_temporary(final.parent, snapshot.step))
     try:
         writer = TensorWriter(
@@ -93,7 +122,15 @@ def write_checkpoint(
             writer.take(world.scatter_object(merged))
 
         def write() -> tuple[list[WriteResult], dict[str, FileEntry]]:
-            entries = _write_small_files(temporary, snapshot, world, job or world)
+            name = rank_name((job or world).rank)
+            copies = {  # safetensors accepts neither views nor shared memory
+                key: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+                for key, tensor in snapshot.rank_tensors.items()
+            }
+            contents = {f"{name}.json": snapshot.rank_state, f"{name}.safetensors": save(copies)}
+            if world.is_main:
+                contents[SHARED_NAME] = snapshot.shared
+            entries = {name: write_file(temporary / name, content) for name, content in contents.items()}
             results = writer.write()
             sync_directory(temporary)
             return results, entries | writer.entries
@@ -144,32 +181,6 @@ def _tidy(final: Path) -> bool:
     return final.exists()
 
 
-def _is_whole(final: Path, world: Ranks) -> bool:
-    """Whether there is an undamaged checkpoint of the step, checksums included. One of a newer schema is an error."""
-    try:
-        verify_checkpoint(final, world=world)
-    except DamagedCheckpointError:
-        return False
-    return True
-
-
-def _write_small_files(directory: Path, snapshot: Snapshot, world: Ranks, job: Ranks) -> dict[str, FileEntry]:
-    from safetensors.torch import save
-
-    copies = {  # safetensors accepts neither views nor shared memory
-        key: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for key, tensor in snapshot.rank_tensors.items()
-    }
-    name = rank_name(job.rank)
-    contents = {f"{name}.json": snapshot.rank_state, f"{name}.safetensors": save(copies)}
-    if world.is_main:
-        contents[SHARED_NAME] = snapshot.shared
-    return {
-        name: FileEntry(size=len(content), xxh3=write_file(directory / name, content))
-        for name, content in contents.items()
-    }
-
-
 # -- Reading a checkpoint back: its tensors into those of any mesh, and the states of all ranks or of one.
 
 
@@ -181,11 +192,8 @@ def tensor_metadata(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     from dream_trainer.checkpoint.safe_dcp import read_metadata
 
     _, metadata = read_metadata(path)
-    return {name: _kind(record) for name, record in metadata.state_dict_metadata.items()}
-
-
-def _kind(record: Any) -> tuple[torch.Size, torch.dtype]:
-    return record.size, record.properties.dtype
+    records: dict[str, Any] = metadata.state_dict_metadata
+    return {name: (record.size, record.properties.dtype) for name, record in records.items()}
 
 
 def load_tensors(
@@ -221,7 +229,8 @@ def _compare(metadata: Metadata, tensors: Mapping[str, Tensor]) -> set[str]:
         )
     different = []
     for name, tensor in tensors.items():
-        shape, dtype = _kind(records[name])
+        record: Any = records[name]
+        shape, dtype = record.size, record.properties.dtype
         if shape != tensor.shape or dtype != tensor.dtype:
             different.append(f"{name} (saved {tuple(shape)} {dtype}, here {tuple(tensor.shape)} {tensor.dtype})")
     if different:

@@ -11,9 +11,9 @@ import base64
 import json
 import math
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
-from pathlib import Path, PosixPath, PurePosixPath, WindowsPath
+from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -49,14 +49,14 @@ def _encode(obj: Any, path: str) -> Any:
     if kind is float:
         return obj if math.isfinite(obj) else {"$float": repr(obj)}
     if kind is list:
-        return [_encode(value, f"{path}[{index}]") for index, value in enumerate(obj)]
+        return _items(obj, path)
     if kind is dict:
         if all(type(key) is str and not key.startswith("$") for key in obj):
             return {key: _encode(value, _join(path, key)) for key, value in obj.items()}
         return {"$dict": _pairs(obj, path)}
-    encoder = _ENCODERS.get(kind)
-    if encoder is not None:
-        return encoder(obj, path)
+    tag = _TAGS.get(kind)
+    if tag is not None:
+        return {tag: _TYPES[tag][1](obj, path)}
     if isinstance(obj, np.generic):
         return {"$numpy": _array(np.asarray(obj), path)}
     raise TypeError(
@@ -74,74 +74,51 @@ def _pairs(obj: dict[Any, Any], path: str) -> list[list[Any]]:
     return [[_encode(key, f"{path}<key>"), _encode(value, _join(path, key))] for key, value in obj.items()]
 
 
-def _items(tag: str) -> Callable[[Any, str], dict[str, Any]]:
-    return lambda obj, path: {tag: [_encode(value, f"{path}[{index}]") for index, value in enumerate(obj)]}
+def _items(obj: Any, path: str) -> list[Any]:
+    return [_encode(value, f"{path}[{index}]") for index, value in enumerate(obj)]
+
+
+def _text(obj: Any, path: str) -> str:
+    return str(obj)
 
 
 def _defaultdict(obj: defaultdict[Any, Any], path: str) -> dict[str, Any]:
     for name, factory in _FACTORIES.items():
         if obj.default_factory is factory:
-            return {"$defaultdict": {"factory": name, "items": _pairs(obj, path)}}
+            return {"factory": name, "items": _pairs(obj, path)}
     raise TypeError(
         f"{path}: a defaultdict's factory must be a built-in type to be kept in a checkpoint, and this one's is "
         f"{obj.default_factory!r}. Save dict(...) and rebuild it on load."
     )
 
 
-def _bytes(content: bytes) -> str:
-    return base64.b64encode(content).decode("ascii")
-
-
-def _small(size: int, path: str) -> None:
-    if size > MAX_ARRAY_BYTES:
+def _stored(dtype: str, shape: Sequence[int], content: bytes, path: str) -> dict[str, Any]:
+    if len(content) > MAX_ARRAY_BYTES:
         raise TypeError(
-            f"{path or 'the value'}: an array of {size} bytes is too large for a checkpoint's JSON (at most "
+            f"{path or 'the value'}: an array of {len(content)} bytes is too large for a checkpoint's JSON (at most "
             f"{MAX_ARRAY_BYTES}). Put it among the tensors."
         )
+    return {"dtype": dtype, "shape": list(shape), "data": base64.b64encode(content).decode("ascii")}
 
 
 def _array(obj: np.ndarray, path: str) -> dict[str, Any]:
     if obj.dtype.kind not in _NUMPY_KINDS:
         raise TypeError(f"{path or 'the value'}: a numpy array of {obj.dtype!r} cannot be kept in a checkpoint's JSON.")
-    _small(obj.nbytes, path)
-    return {"dtype": obj.dtype.str, "shape": list(obj.shape), "data": _bytes(obj.tobytes())}
+    return _stored(obj.dtype.str, obj.shape, obj.tobytes(), path)
 
 
 def _tensor(obj: torch.Tensor, path: str) -> dict[str, Any]:
     if obj.layout is not torch.strided or obj.is_quantized or obj.is_meta:
         raise TypeError(f"{path or 'the value'}: only dense tensors with values can be kept in a checkpoint's JSON.")
-    _small(obj.nbytes, path)
     # Conjugate and negative views are lazy: resolved, so that the bits stored are those of the values.
     values = obj.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     content = values.view(torch.uint8).numpy().tobytes() if values.numel() else b""
-    return {"dtype": str(obj.dtype), "shape": list(obj.shape), "data": _bytes(content)}
+    return _stored(str(obj.dtype), obj.shape, content, path)
 
 
-def _unordered(tag: str) -> Callable[[Any, str], dict[str, Any]]:
+def _unordered(obj: Any, path: str) -> list[Any]:
     # Sorted: a set of strings has another order in each process, and equal states must give equal text.
-    return lambda obj, path: {tag: sorted((_encode(value, f"{path}<item>") for value in obj), key=json.dumps)}
-
-
-_ENCODERS: dict[type, Callable[[Any, str], dict[str, Any]]] = {
-    tuple: _items("$tuple"),
-    set: _unordered("$set"),
-    frozenset: _unordered("$frozenset"),
-    Counter: lambda obj, path: {"$counter": _pairs(obj, path)},
-    OrderedDict: lambda obj, path: {"$ordered": _pairs(obj, path)},
-    defaultdict: _defaultdict,
-    bytes: lambda obj, path: {"$bytes": _bytes(obj)},
-    complex: lambda obj, path: {"$complex": [_encode(obj.real, path), _encode(obj.imag, path)]},
-    datetime: lambda obj, path: {"$datetime": obj.isoformat()},
-    timedelta: lambda obj, path: {"$timedelta": [obj.days, obj.seconds, obj.microseconds]},
-    np.ndarray: lambda obj, path: {"$ndarray": _array(obj, path)},
-    torch.Tensor: lambda obj, path: {"$tensor": _tensor(obj, path)},
-    torch.dtype: lambda obj, path: {"$dtype": str(obj)},
-    torch.device: lambda obj, path: {"$device": str(obj)},
-    torch.Size: _items("$size"),
-    PosixPath: lambda obj, path: {"$path": str(obj)},
-    WindowsPath: lambda obj, path: {"$path": str(obj)},
-    PurePosixPath: lambda obj, path: {"$purepath": str(obj)},
-}
+    return sorted((_encode(value, f"{path}<item>") for value in obj), key=json.dumps)
 
 
 def _decode(obj: dict[str, Any]) -> Any:
@@ -150,7 +127,7 @@ def _decode(obj: dict[str, Any]) -> Any:
     ((tag, value),) = obj.items()
     if not tag.startswith("$"):
         return obj
-    decoder = _DECODERS.get(tag)
+    decoder = _TYPES[tag][2] if tag in _TYPES else _OF_OTHERS.get(tag)
     if decoder is None:
         raise ValueError(f"not typed JSON: unknown type {tag!r}, perhaps from a newer version")
     return decoder(value)
@@ -162,6 +139,10 @@ def _refuse_constant(text: str) -> Any:
 
 def _dictionary(pairs: list[list[Any]]) -> dict[Any, Any]:
     return {key: value for key, value in pairs}  # noqa: C416 (unpacking checks that each is a pair)
+
+
+def _load_defaultdict(value: dict[str, Any]) -> defaultdict[Any, Any]:
+    return defaultdict(_FACTORIES[value["factory"]], _dictionary(value["items"]))
 
 
 def _load_array(value: dict[str, Any]) -> np.ndarray:
@@ -178,25 +159,29 @@ def _load_tensor(value: dict[str, Any]) -> torch.Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype).reshape(value["shape"])
 
 
-_DECODERS: dict[str, Callable[[Any], Any]] = {
+# By their tags: the type, what is written of an object at a path, and what makes one of that.
+_TYPES: dict[str, tuple[type, Callable[[Any, str], Any], Callable[[Any], Any]]] = {
+    "$tuple": (tuple, _items, tuple),
+    "$set": (set, _unordered, set),
+    "$frozenset": (frozenset, _unordered, frozenset),
+    "$counter": (Counter, _pairs, lambda value: Counter(_dictionary(value))),
+    "$ordered": (OrderedDict, _pairs, lambda value: OrderedDict(_dictionary(value))),
+    "$defaultdict": (defaultdict, _defaultdict, _load_defaultdict),
+    "$bytes": (bytes, lambda obj, path: base64.b64encode(obj).decode("ascii"), base64.b64decode),
+    "$complex": (complex, lambda obj, path: _items((obj.real, obj.imag), path), lambda v: complex(*v)),
+    "$datetime": (datetime, lambda obj, path: obj.isoformat(), datetime.fromisoformat),
+    "$timedelta": (timedelta, lambda obj, path: [obj.days, obj.seconds, obj.microseconds], lambda v: timedelta(*v)),
+    "$ndarray": (np.ndarray, _array, _load_array),
+    "$tensor": (torch.Tensor, _tensor, _load_tensor),
+    "$dtype": (torch.dtype, _text, _TORCH_DTYPES.__getitem__),
+    "$device": (torch.device, _text, torch.device),
+    "$size": (torch.Size, _items, torch.Size),
+    "$path": (PosixPath, _text, Path),
+    "$purepath": (PurePosixPath, _text, PurePosixPath),
+}
+_TAGS = {kind: tag for tag, (kind, _, _) in _TYPES.items()}
+_OF_OTHERS: dict[str, Callable[[Any], Any]] = {
     "$float": float,
     "$dict": _dictionary,
-    "$tuple": tuple,
-    "$set": set,
-    "$frozenset": frozenset,
-    "$counter": lambda value: Counter(_dictionary(value)),
-    "$ordered": lambda value: OrderedDict(_dictionary(value)),
-    "$defaultdict": lambda value: defaultdict(_FACTORIES[value["factory"]], _dictionary(value["items"])),
-    "$bytes": base64.b64decode,
-    "$complex": lambda value: complex(*value),
-    "$datetime": datetime.fromisoformat,
-    "$timedelta": lambda value: timedelta(*value),
-    "$ndarray": _load_array,
     "$numpy": lambda value: _load_array(value)[()],
-    "$tensor": _load_tensor,
-    "$dtype": _TORCH_DTYPES.__getitem__,
-    "$device": torch.device,
-    "$size": torch.Size,
-    "$path": Path,
-    "$purepath": PurePosixPath,
 }

@@ -28,12 +28,9 @@ def end_job(exc: BaseException, store: Store | None, *, rank: int, world_size: i
         first = 0  # which hosted it
     else:
         first = first_to_fail(store, rank, dead=lambda: _dead(exc, store, world_size))
-    if first == rank:
-        tell_failure(exc, describe(exc), rank=rank, first=first)
-    else:
-        tell_failure(exc, "", rank=rank, first=first)
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            time.sleep(LATER_SECONDS)
+    tell_failure(exc, describe(exc) if first == rank else "", rank=rank, first=first)
+    if first != rank and "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(LATER_SECONDS)
     os._exit(1)
 
 

@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +24,7 @@ from typing import NamedTuple, NoReturn, Self
 
 import torch
 
+from dream_trainer.checks import listed
 from dream_trainer.compat.pytorch import Store
 from dream_trainer.distributed.failure import (
     LATER_SECONDS,
@@ -49,10 +50,6 @@ class HostPlace(NamedTuple):
     rank: int
     ranks: range
     meeting: int  # which process group of these processes the hosts meet for, 1-based
-
-    @property
-    def is_leader(self) -> bool:
-        return self.rank == self.ranks.start
 
     @property
     def name(self) -> str:
@@ -83,12 +80,11 @@ def meet_hosts(store: Store, place: HostPlace, world_size: int, *, timeout_secon
         take_reachable_interface(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     except ConfigError as error:
         problem = str(error)
-    if place.is_leader:
-        facts = {"name": socket.gethostname(), "problem": problem, "versions": _versions(), "code": _code()}
-        facts["ranks"] = {"the number of its processes": str(len(place.ranks))}
-        store.set(_key(place, place.number), json.dumps(facts))
+    if place.rank == place.ranks.start:
+        of_host = {"name": socket.gethostname(), "problem": problem, "facts": _facts(place)}
+        store.set(_key(place, place.number), json.dumps(of_host))
     if place.rank == 0:
-        refusal = _missing(store, place, timeout_seconds) or _refusal(store, place)
+        refusal = _refusal(store, place, timeout_seconds)
         told = None if refusal is None else [type(refusal).__name__, str(refusal)]
         store.set(_key(place, "verdict"), json.dumps(told))
     store.wait([_key(place, "verdict")], timedelta(seconds=2 * timeout_seconds))
@@ -99,7 +95,7 @@ def meet_hosts(store: Store, place: HostPlace, world_size: int, *, timeout_secon
         raise {"ConfigError": ConfigError, "RanksDifferError": RanksDifferError}[kind](text)
 
 
-def _missing(store: Store, place: HostPlace, timeout_seconds: float) -> ConfigError | None:
+def _refusal(store: Store, place: HostPlace, timeout_seconds: float) -> ConfigError | RanksDifferError | None:
     keys = [_key(place, number) for number in range(place.n_hosts)]
     try:
         store.wait(keys, timedelta(seconds=timeout_seconds))
@@ -109,51 +105,36 @@ def _missing(store: Store, place: HostPlace, timeout_seconds: float) -> ConfigEr
             f"of the job's {place.n_hosts} hosts number {missing} did not come within {timeout_seconds:.0f} s "
             "(start_timeout_seconds). Look at what their processes say."
         )
-    return None
-
-
-def _refusal(store: Store, place: HostPlace) -> ConfigError | RanksDifferError | None:
-    hosts = [json.loads(value) for value in store.multi_get([_key(place, number) for number in range(place.n_hosts)])]
+    hosts = [json.loads(value) for value in store.multi_get(keys)]
     names = [host_name(number, host["name"]) for number, host in enumerate(hosts)]
     problems = [f"{name}: {host['problem']}" for name, host in zip(names, hosts, strict=True) if host["problem"]]
     if problems:
         return ConfigError("\n".join(problems))
-    ranks = "; ".join(_differences(names, [host["ranks"] for host in hosts]))
-    if ranks:
+    facts = [host["facts"] for host in hosts]
+    different = []
+    for key in facts[0]:
+        values = [own[key] for own in facts if key in own]
+        if len(values) == len(facts) and len(set(values)) > 1:
+            own_values = (f"{value} on {name}" for value, name in zip(values, names, strict=True))
+            different.append(f"{key} is {', '.join(own_values)}")
+    if different:
         return RanksDifferError(
-            f"not every host of this job has the same number of ranks, which tells the ranks of a host: {ranks}. "
-            "Start each with the same --nproc-per-node."
-        )
-    versions = "; ".join(_differences(names, [host["versions"] for host in hosts]))
-    if versions:
-        return RanksDifferError(f"the hosts of this job run other versions: {versions}. Install the same on each.")
-    code = list(_differences(names, [host["code"] for host in hosts]))
-    if code:
-        return RanksDifferError(
-            f"the hosts of this job run other code (modules and digests of their files): {'; '.join(code[:3])}"
-            f"{f' and {len(code) - 3} more' if len(code) > 3 else ''}. "
-            "Start every host from the same files."
+            f"the hosts of this job differ: {listed(different, 3)}. Start every host with the same --nproc-per-node, "
+            "versions and files."
         )
     return None
 
 
-def _differences(names: Sequence[str], facts: Sequence[Mapping[str, str]]) -> Iterator[str]:
-    for key in facts[0]:
-        values = [own[key] for own in facts if key in own]
-        if len(values) == len(facts) and len(set(values)) > 1:
-            yield f"{key} is " + ", ".join(f"{value} on {name}" for value, name in zip(values, names, strict=True))
-
-
-def _versions() -> dict[str, str]:
-    python = ".".join(platform.python_version_tuple()[:2])  # a patch of Python changes nothing that ranks share
-    return {"Python": python, "torch": torch.__version__, "dream_trainer": __version__}
-
-
-def _code() -> dict[str, str]:
-    """Digests of the job's code by module: the package, and imported modules that are not installed."""
-    package = [path.read_bytes() for path in sorted(PACKAGE.rglob("*.py"))]
-    own = {name: digest for name, (_, digest) in own_code().items()}
-    return {"dream_trainer": digest_of_code(b"".join(package))} | own
+def _facts(place: HostPlace) -> dict[str, str]:
+    """Facts that must be equal on all hosts; of code, the package and imported modules that are not installed."""
+    code = {name: digest for name, (_, digest) in own_code().items()}
+    code["dream_trainer"] = digest_of_code(b"".join(path.read_bytes() for path in sorted(PACKAGE.rglob("*.py"))))
+    return {
+        "the number of its processes": str(len(place.ranks)),
+        "Python": ".".join(platform.python_version_tuple()[:2]),  # a patch changes nothing that ranks share
+        "torch": torch.__version__,
+        "dream_trainer": __version__,
+    } | {f"the digest of {name}'s code": digest for name, digest in code.items()}
 
 
 def _key(place: HostPlace, what: int | str) -> str:
@@ -267,13 +248,8 @@ def _spelled(addresses: dict[str, list[str]]) -> str:
     return ", ".join(f"{name} ({own[0]})" for name, own in addresses.items()) or "none"
 
 
-class CodeFile(NamedTuple):
-    path: Path
-    digest: str  # of its present content
-
-
-def own_code() -> dict[str, CodeFile]:
-    """By module, without this package, the standard library and installed packages."""
+def own_code() -> dict[str, tuple[Path, str]]:
+    """Files by module, with digests, without this package, the standard library and installed packages."""
     installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     elsewhere = tuple(place + os.sep for place in (*installed, str(PACKAGE)))
     found = {}
@@ -282,7 +258,7 @@ def own_code() -> dict[str, CodeFile]:
         if not path.endswith(".py") or path.startswith(elsewhere):
             continue
         try:
-            found[name] = CodeFile(Path(path), digest_of_code(Path(path).read_bytes()))
+            found[name] = (Path(path), digest_of_code(Path(path).read_bytes()))
         except OSError:  # of an archive, or gone since
             continue
     return found
@@ -405,7 +381,10 @@ class Heartbeat:
                 )
 
     def _end(self, reason: str, *, first: int) -> NoReturn:
-        report = f"{reason}.\n{_ADVICE}"
+        report = (
+            f"{reason}.\nStart the job again when the host is back, or without it; it resumes from its newest "
+            "checkpoint. host_timeout_seconds in DeviceParameters sets the tolerated silence."
+        )
         tell_failure(LostHostError(reason), report, rank=self.place.rank, first=first)
         if first != self.place.rank:
             time.sleep(LATER_SECONDS)
@@ -413,9 +392,3 @@ class Heartbeat:
 
     def _key(self, what: str) -> str:
         return f"{self.place.meeting}/{what}"
-
-
-_ADVICE = (
-    "Start the job again when the host is back, or without it; it resumes from its newest checkpoint. "
-    "host_timeout_seconds in DeviceParameters sets the tolerated silence."
-)

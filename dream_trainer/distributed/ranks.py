@@ -159,37 +159,19 @@ class _Failure(NamedTuple):
 
 def on_all_ranks(world: Ranks, task: str, function: Callable[[], T]) -> T:
     """Runs `function` on every rank and returns this rank's result; a failure on any rank is one error on all."""
-    result, failure, cause = _attempt(function)
-    _raise_failures(world, task, world.all_gather_object(failure), cause)
-    return cast(T, result)
-
-
-def from_all_ranks(world: Ranks, task: str, function: Callable[[], T]) -> list[T]:
-    """As `on_all_ranks`, but returns the results of all ranks, which must be picklable, in rank order."""
-    result, failure, cause = _attempt(function)
-    outcomes = world.all_gather_object((result, failure))
-    _raise_failures(world, task, [failure for _, failure in outcomes], cause)
-    return [cast(T, result) for result, _ in outcomes]
-
-
-def from_main_rank(world: Ranks, task: str, function: Callable[[], T]) -> T:
-    """Runs `function` on rank 0 only and returns its result, which must be picklable, on every rank."""
-    return cast(T, from_all_ranks(world, task, lambda: function() if world.is_main else None)[0])
-
-
-def _attempt(function: Callable[[], T]) -> tuple[T | None, _Failure | None, Exception | None]:
+    result = cast(T, None)
+    own: _Failure | None = None
+    cause: Exception | None = None
     try:
-        return function(), None, None
+        result = function()
+    except CheckpointError as error:
+        own, cause = _Failure(str(error), isinstance(error, DamagedCheckpointError), ""), error
     except Exception as error:
-        if isinstance(error, CheckpointError):
-            return None, _Failure(str(error), isinstance(error, DamagedCheckpointError), ""), error
-        return None, _Failure(f"{type(error).__name__}: {error}", False, traceback.format_exc()), error
-
-
-def _raise_failures(world: Ranks, task: str, told: Sequence[_Failure | None], cause: Exception | None) -> None:
+        own, cause = _Failure(f"{type(error).__name__}: {error}", False, traceback.format_exc()), error
+    told: list[_Failure | None] = world.all_gather_object(own)
     failures = {rank: failure for rank, failure in enumerate(told) if failure is not None}
     if not failures:
-        return
+        return result
     messages = [failure.message for failure in failures.values()]
     if len(messages) == world.world_size and len(set(messages)) == 1:
         text = messages[0]
@@ -203,6 +185,16 @@ def _raise_failures(world: Ranks, task: str, told: Sequence[_Failure | None], ca
             if failure.traceback:
                 raised.add_note(f"On rank {rank}:\n{failure.traceback}")
     raise raised from cause
+
+
+def from_all_ranks(world: Ranks, task: str, function: Callable[[], T]) -> list[T]:
+    """As `on_all_ranks`, but returns the results of all ranks, which must be picklable, in rank order."""
+    return world.all_gather_object(on_all_ranks(world, task, function))
+
+
+def from_main_rank(world: Ranks, task: str, function: Callable[[], T]) -> T:
+    """Runs `function` on rank 0 only and returns its result, which must be picklable, on every rank."""
+    return cast(T, world.broadcast_object(on_all_ranks(world, task, lambda: function() if world.is_main else None)))
 
 
 # -- Facts that must be equal on all ranks, compared before the run trains something wrong or hangs.

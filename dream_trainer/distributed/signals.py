@@ -168,18 +168,14 @@ class Signals:
 
     def _leave_the_wait(self) -> None:
         since, self._waits_since = self._waits_since, None  # a second signal finds nothing to leave
-        asked = self.requests
-        if asked.ends_by_signal or self._answer is None or not self._answered(self._answer) or asked.ends_by_signal:
+        asked, answer = self.requests, self._answer
+        try:
+            stays = not asked.ends_by_signal and answer is not None and answer() and not asked.ends_by_signal
+        except Exception as error:  # kept for `wait_for_data`: here a dataset would catch it
+            self._error, stays = error, False
+        if not stays:
             raise Interrupted
         self._waits_since = since
-
-    def _answered(self, answer: Callable[[], bool]) -> bool:
-        """Whether to keep waiting. Errors of `answer` are kept for `wait_for_data`: here a dataset would catch them."""
-        try:
-            return answer()
-        except Exception as error:
-            self._error = error
-            return False
 
 
 def is_interactive() -> bool:
@@ -244,7 +240,10 @@ def _relay(signals: Signals, store: Store, reader: int) -> None:
                     counts[number] = store.add(_key(number), 1)
                 sent_by_us -= numbers
             elif signals.waits_for() > LOOK_SECONDS:
-                for number in () if signals.requests.ends_by_signal else _new(store, counts):
+                for number in () if signals.requests.ends_by_signal else _RELAYED:
+                    before, counts[number] = counts.get(number, 0), store.add(_key(number), 0)
+                    if counts[number] == before:
+                        continue
                     if number == signal.SIGHUP:  # here it may be ignored, as nohup has it
                         number = signal.SIGTERM
                     signals.relayed.add(number)
@@ -255,16 +254,6 @@ def _relay(signals: Signals, store: Store, reader: int) -> None:
                 counts[signal.SIGUSR1] = store.add(_key(signal.SIGUSR1), 0)  # the other signals are still new
         except RuntimeError:  # the store is gone, and with it the job
             return
-
-
-def _new(store: Store, counts: dict[int, int]) -> list[signal.Signals]:
-    new_signals = []
-    for number in _RELAYED:
-        count = store.add(_key(number), 0)
-        if count > counts.get(number, 0):
-            counts[number] = count
-            new_signals.append(number)
-    return new_signals
 
 
 def _key(number: int) -> str:

@@ -145,8 +145,10 @@ class Watchdog:
         first = first_to_fail(self.store, self.rank)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+            place = f"rank {self.rank} of {self.world_size} on {socket.gethostname()}, process {os.getpid()}"
             with self._path.open("a") as file:
-                file.write(f"{self._header(reason, where)}\n{stacks()}\n")
+                file.write(f"==== {now}, {place}\n{reason}; this rank is at {where}\n\n{stacks()}\n")
             self._write_collectives()
             report = f"{reason}.\n{self._what_was_written(self._gather())}"
         except Exception as error:  # a full disk, a lost file system: whatever it is, the job must end
@@ -157,11 +159,6 @@ class Watchdog:
         )
         tell_failure(TimeoutError(reason), report, rank=self.rank, first=first)
         self._leave(first)
-
-    def _header(self, reason: str, where: str) -> str:
-        now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        place = f"rank {self.rank} of {self.world_size} on {socket.gethostname()}, process {os.getpid()}"
-        return f"==== {now}, {place}\n{reason}; this rank is at {where}\n"
 
     def _write_collectives(self) -> None:
         """PyTorch's record of this rank's last collectives; `torchfrtrace` compares the ranks' where NCCL ran them."""

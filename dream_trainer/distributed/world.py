@@ -71,24 +71,20 @@ def environment_ranks() -> tuple[int, int, int]:
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
-    if name == "auto":
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        name = accelerator.type if accelerator is not None else "cpu"
-    if name == "cpu":
-        return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or accelerator.type != name:
-        has = "cpu only" if accelerator is None else f"cpu and {accelerator.type}"
+    accelerator = None if name == "cpu" else torch.accelerator.current_accelerator(check_available=True)
+    kind = "cpu" if accelerator is None else accelerator.type
+    if name not in ("auto", kind):
+        has = "cpu only" if kind == "cpu" else f"cpu and {kind}"
         raise ConfigError(f'device="{name}" is not on this machine ({has}). Use device="auto" or "cpu".')
+    if kind == "cpu":
+        return torch.device("cpu")
     count = torch.accelerator.device_count()
     if local_rank >= count:
         raise ConfigError(
-            f"local rank {local_rank} has no {name} device: this host has {count}. Start torchrun with "
+            f"local rank {local_rank} has no {kind} device: this host has {count}. Start torchrun with "
             f"--nproc_per_node={count}."
         )
-    if name == "mps":
-        return torch.device("mps")
-    return torch.device(name, local_rank)
+    return torch.device(kind) if kind == "mps" else torch.device(kind, local_rank)
 
 
 class World(Ranks):
@@ -141,7 +137,14 @@ class World(Ranks):
         self.further_groups: list[dist.ProcessGroup] = []
         self._time_out = timedelta(seconds=parameters.start_timeout_seconds)
         self._parameters = parameters
-        self.parameter_device = self._choose_parameter_device()
+        self.parameter_device = self.device
+        if parameters.cpu_offload and self.device.type != "cpu":
+            if self.world_size == 1:
+                raise ConfigError(
+                    f"cpu_offload=True on one {self.device.type} device: FSDP2 offloads what it shards, from two ranks "
+                    "on. Start more processes, or use cpu_offload=False."
+                )
+            self.parameter_device = torch.device("cpu")
         if self.device.type not in ("cpu", "mps"):
             torch.accelerator.set_device_index(self.device)
         if self.world_size > 1:
@@ -156,16 +159,6 @@ class World(Ranks):
         self._number = _launches.count
         self._meetings: Counter[str] = Counter()
         self._open = True
-
-    def _choose_parameter_device(self) -> torch.device:
-        if not self._parameters.cpu_offload or self.device.type == "cpu":
-            return self.device
-        if self.world_size == 1:
-            raise ConfigError(
-                f"cpu_offload=True on one {self.device.type} device: FSDP2 offloads what it shards, from two ranks on. "
-                "Start more processes, or use cpu_offload=False."
-            )
-        return torch.device("cpu")
 
     def averaging_group(self) -> dist.ProcessGroup | None:
         """Ranks that average gradients of plain parameters; None if there are no others."""
@@ -264,7 +257,14 @@ class World(Ranks):
         if kind != "cpu":
             backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
         store = job_store.store_for_group(_launches.count, self.rank, self.world_size, timeout)
-        self._meet_other_hosts()
+        job, place = job_store.job_store(), place_among_hosts(_launches.count)
+        assert job is not None  # there since `store_for_group`
+        announce(job, self.rank)
+        if place is not None:
+            meet_hosts(job, place, self.world_size, timeout_seconds=timeout.total_seconds())
+            own, limit = self.connect_to_store(), self._parameters.host_timeout_seconds
+            if limit is not None and own is not None:
+                _launches.heartbeat = Heartbeat(own, job, place, limit_seconds=limit).start()
         dist.init_process_group(
             backend,
             store=store,
@@ -276,17 +276,6 @@ class World(Ranks):
 
     def _make_cpu_group(self, timeout: timedelta) -> dist.ProcessGroup:
         return cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
-
-    def _meet_other_hosts(self) -> None:
-        store, place = job_store.job_store(), place_among_hosts(_launches.count)
-        assert store is not None  # there since `store_for_group`
-        announce(store, self.rank)
-        if place is None:
-            return
-        meet_hosts(store, place, self.world_size, timeout_seconds=self._parameters.start_timeout_seconds)
-        own_store, limit = self.connect_to_store(), self._parameters.host_timeout_seconds
-        if limit is not None and own_store is not None:
-            _launches.heartbeat = Heartbeat(own_store, store, place, limit_seconds=limit).start()
 
     def tell_where(self, where: Callable[[], str]) -> None:
         """Adds the position of training to the message about a lost host; `where` is called from a thread."""
@@ -308,11 +297,9 @@ class World(Ranks):
         if self.mesh is None or self.parameter_mesh is None:
             return
         self._time_out = timedelta(seconds=seconds)
-        data_groups = () if self.data_group is None else (self.data_group,)
-        worker_groups = [group for group in (self.step_group, self.across_workers) if group is not None]
+        own = [group for group in (self.data_group, self.step_group, self.across_workers) if group is not None]
         of_meshes = (*self.mesh.get_all_groups(), *self.parameter_mesh.get_all_groups())
-        groups = (*data_groups, *worker_groups, *self.further_groups, *of_meshes)
-        for group in (None, self.cpu_group, *groups):
+        for group in (None, self.cpu_group, *own, *self.further_groups, *of_meshes):
             set_group_timeout(group, self._time_out)
 
     def connect_to_store(self) -> Store | None:

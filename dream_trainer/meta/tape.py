@@ -88,11 +88,6 @@ class Tape:
         with without_torch_function():
             return self.tracks(tensor) and self.history.is_given(self.history.ref(tensor))
 
-    def is_drawn(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is a recorded one into whose values random numbers go."""
-        with without_torch_function():
-            return self.tracks(tensor) and self.history.is_drawn(self.history.ref(tensor))
-
 
 LARGE = 1 << 20  # smallest number of elements of a deferred filled tensor: 4 MB in fp32
 

@@ -50,7 +50,11 @@ class ObjectStore:
             import fsspec
 
             # What another job wrote must be seen: listings are not kept.
-            options = _options_of_google() if scheme == "gs" else _OPTIONS.get(scheme, {})
+            options = dict(_OPTIONS.get(scheme, {}))
+            if scheme == "gs":
+                import aiohttp  # which gcsfs brings; it would wait five minutes for each of six tries
+
+                options = {"requests_timeout": aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=30)}
             self._files: Any = fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True, **options)
         except ImportError as error:
             raise ConfigError(
@@ -161,16 +165,7 @@ def _asked(ask: Callable[[], T]) -> T:
     return ask()
 
 
-def _options_of_google() -> dict[str, Any]:
-    import aiohttp  # which gcsfs brings; it would wait five minutes for each of six tries
-
-    return {"requests_timeout": aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=30)}
-
-
-@cache
-def open_store(scheme: str) -> ObjectStore:
-    """The store of one of `SCHEMES`, with the credentials and the endpoint that the environment names."""
-    return ObjectStore(scheme)
+open_store = cache(ObjectStore)  # by scheme, with the credentials and the endpoint that the environment names
 
 
 def without_secrets(error: BaseException) -> str:

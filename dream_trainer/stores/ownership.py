@@ -26,16 +26,24 @@ _NUMBERED = re.compile(r"(\d{8,})\.json")
 
 def is_owned(run: StorePath) -> bool:
     """Whether a live job has the run; takes up to 20 s to see one live that was not given back."""
-    first = _record_of(run / OWNERS_NAME, _highest(run / OWNERS_NAME))
+    owners = run / OWNERS_NAME
+    first = _record_of(owners, _highest(owners))
     if first is None or first.get("released"):
         return False
-    deadline = time.monotonic() + RENEW_SECONDS + 5
+    return _renewed(owners, None, first, RENEW_SECONDS + 5) is not None
+
+
+def _renewed(owners: StorePath, number: int | None, first: dict[str, Any], seconds: float) -> dict[str, Any] | None:
+    """Waits until a claim, by default the newest, differs from `first`; None if it is given back, gone or silent."""
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        time.sleep(1.0)
-        now = _record_of(run / OWNERS_NAME, _highest(run / OWNERS_NAME))
+        time.sleep(min(1.0, seconds / 10))
+        now = _record_of(owners, _highest(owners) if number is None else number)
+        if now is None or now.get("released"):
+            return None
         if now != first:
-            return now is not None and not now.get("released")
-    return False
+            return now
+    return None
 
 
 class Ownership:
@@ -103,17 +111,12 @@ class Ownership:
             return
         warning = "%s was claimed by a job on %s; waiting up to %.0f s for a sign that it lives"
         logger.warning(warning, self._run, first.get("host"), lease_seconds)
-        deadline = time.monotonic() + lease_seconds
-        while time.monotonic() < deadline:
-            time.sleep(min(1.0, lease_seconds / 10))
-            now = _record_of(self._owners, number)
-            if now is None or now.get("released"):
-                return
-            if now != first:
-                raise CheckpointError(
-                    f"another live job, on {now.get('host')}, writes to {self._run}. Stop it, or give this run another "
-                    "experiment name."
-                )
+        now = _renewed(self._owners, number, first, lease_seconds)
+        if now is not None:
+            raise CheckpointError(
+                f"another live job, on {now.get('host')}, writes to {self._run}. Stop it, or give this run another "
+                "experiment name."
+            )
 
     def _create(self, number: int) -> bool:
         place = _object(self._owners, number)

@@ -106,14 +106,10 @@ class StorePath(PosixPath):
             self._refuse()
         return StoreStream(self.store, self.key, self.stat().st_size)
 
-    def resolve(self, strict: bool = False) -> StorePath:
+    def _itself(self, *args: Any, **kwargs: Any) -> StorePath:
         return self
 
-    def absolute(self) -> StorePath:
-        return self
-
-    def expanduser(self) -> StorePath:
-        return self
+    resolve = absolute = expanduser = _itself
 
     # -- change
 

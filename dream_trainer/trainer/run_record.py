@@ -434,7 +434,7 @@ def _gone(world_size: int) -> dict[int, str]:
 
 def _own_code() -> dict[str, str]:
     try:
-        return {os.path.relpath(file.path): file.digest for file in own_code().values()}
+        return {os.path.relpath(path): digest for path, digest in own_code().values()}
     except (OSError, ValueError):  # the working directory is gone, or a file is on another drive
         return {}
 

@@ -31,10 +31,9 @@ from dream_trainer.trainer.step.accumulation import Accumulation
 from dream_trainer.trainer.step.optimizer_step import OptimizerStep
 from dream_trainer.trainer.user_class import definers, is_ours
 from dream_trainer.trainer.validation_metrics import ValidationMetrics
-from dream_trainer.weights.unloaded_base import UnloadedBases
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from dream_trainer.loggers.run_log import RunLog
     from dream_trainer.parallel.context_attention import AttentionTakeover
@@ -112,7 +111,7 @@ class Runtime:
     # From setup on; mixins replace these
     accumulation: Accumulation = field(init=False)
     optimizer_step: OptimizerStep = field(init=False)
-    unloaded_bases: UnloadedBases = field(default_factory=UnloadedBases)
+    frozen_draws: dict[str, Tensor] = field(default_factory=dict)  # some values of each, until the first resume
     state_registry: StateRegistry = field(init=False)  # checkpointed state other than weights, optimizers and data
     saver: Saving = field(default_factory=Saving)
     rounds: NoRounds = field(default_factory=NoRounds)

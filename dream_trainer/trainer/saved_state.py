@@ -44,9 +44,8 @@ from dream_trainer.checkpoint.optimizer_state import (
     optimizer_state,
     prepare_optimizer_state,
 )
-from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.checkpoint.snapshot_writer import HostCopies
-from dream_trainer.checkpoint.store import load_tensors, read_rank, read_shared, tensor_metadata
+from dream_trainer.checkpoint.store import Snapshot, load_tensors, read_rank, read_shared, tensor_metadata
 from dream_trainer.config.checkpoint_parameters import ALL_KEPT, BranchParameters
 from dream_trainer.config.serialize import to_dict
 from dream_trainer.data.foreign import EpochAware

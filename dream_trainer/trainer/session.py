@@ -24,6 +24,7 @@ from dream_trainer.trainer.step.accumulation import Accumulation
 from dream_trainer.trainer.step.nonfinite import NonFiniteGuard
 from dream_trainer.trainer.step.optimizer_step import OptimizerStep
 from dream_trainer.trainer.user_class import uncalled_hooks
+from dream_trainer.weights.unloaded_base import warn_of_unloaded_bases
 
 # -- begins
 
@@ -70,7 +71,8 @@ def _launch_and_set_up(runtime: Runtime) -> None:
     session.is_resumed = True
     runtime.hooks._resume()
     registry = runtime.registry
-    runtime.unloaded_bases.warn(registry.models(), registry.optimizers().values(), runtime.warn_once)
+    warn_of_unloaded_bases(runtime.frozen_draws, registry.models(), registry.optimizers().values(), runtime.warn_once)
+    runtime.frozen_draws.clear()
 
 
 def go_on(runtime: Runtime) -> None:

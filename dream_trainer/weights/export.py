@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -41,98 +41,84 @@ if TYPE_CHECKING:
 _WEIGHTS = re.compile(r"model|(ema|swa)(?:\.(\d+))?")
 
 
+class Options(TypedDict, total=False):
+    """Options of every export."""
+
+    dtype: torch.dtype | None
+    max_shard_size: int | str
+    renames: Mapping[str, str] | None  # as in `load_weights`
+    merge_adapters: bool  # adds a peft model's adapters to the base, instead of writing them in peft's layout
+    overwrite: bool
+
+
 def export_checkpoint(
     checkpoint: Path,
     out: Path,
     *,
     model: str | None = None,
     weights: str = "model",
-    dtype: torch.dtype | None = None,
-    max_shard_size: int | str = "5GB",
-    renames: Mapping[str, str] | None = None,
-    merge_adapters: bool = False,
     base: Path | None = None,
-    overwrite: bool = False,
+    **options: Unpack[Options],
 ) -> list[Path]:
-    """Exports a model's weights from a checkpoint. Needs neither an accelerator nor a process group.
+    """Exports a model's weights from a checkpoint, in one process, as `export_model` does a live model's.
 
-    If peft has wrapped the model, its adapters are exported, in peft's layout, unless `merge_adapters` merges them.
-
-    Checksums are verified, and no code in a checkpoint is run. Where ranks had different values of an unsharded buffer
-    (BatchNorm statistics), rank 0's are exported.
-
-    Args:
-        out: A directory: `model.safetensors`, or numbered shards with an index, and `config.json` if the model has a
-            config. Or a file: one that ends in .safetensors, or in .pt or .pth for `torch.load`, which needs memory
-            for all tensors at once.
-        weights: "model" as trained; "ema" as averaged by the EMA callback, "ema.1" by the second one; "swa" by SWA.
-            Tensors that a callback does not average, such as buffers, come from the model.
-        renames: Regular expressions and their replacements for `re.sub`, applied in order to each name:
-            `{r"^body\\.": "model.layers."}`. A name that becomes empty is left out.
-
-    Returns:
-        The files written.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged or has no such weights, or the export cannot be written there.
-        ConfigError: An argument is not understood.
-    """
+    All is as for `dream-trainer checkpoints export` (docs/cli-checkpoints.md). Where ranks had different values of an
+    unsharded buffer (BatchNorm statistics), rank 0's are exported."""
     from dream_trainer.weights.dcp_files import StoredTensors
 
     stored, shared = StoredTensors(as_path(checkpoint)), read_shared(as_path(checkpoint))
     chosen = choose_model(model_names(stored.specs, shared), model, of=stored.manifest.path)
-    prefix, records = f"models.{chosen}.", shared.get("left_out", {})
-    left_out = LeftOutWeights({name: records[full] for name, full in below(records, prefix).items()}, base)
-    sources = _sources(stored, chosen, weights)
-    specs = left_out.specs | {name: stored.specs[source] for name, source in sources.items()}
-
-    def read(name: str) -> Tensor:
-        return stored.read(sources[name]) if name in sources else left_out.read(name)
-
+    sources, records = _sources(stored, chosen, weights), shared.get("left_out", {})
+    of_model = below(records, f"models.{chosen}.")
+    left_out, read_left_out = _left_out({name: records[full] for name, full in of_model.items()}, base)
     record = shared.get("adapters", {}).get(chosen)
-    config = _config(shared.get("model_configs", {}).get(chosen), dtype)
-    adapters = None if record is None else adapters_from(record)
-    content = _content(specs, read, config, adapters, merge_adapters=merge_adapters)
-    names = renamer(renames)(content.specs)
-    plan = content.plan(Path(out), names, dtype, max_shard_size)
-    return write_files(
-        Path(out), plan, lambda name: content.read(names[name]), config=content.config, overwrite=overwrite
+    content = _content(
+        Path(out),
+        left_out | {name: stored.specs[source] for name, source in sources.items()},
+        lambda name: stored.read(sources[name]) if name in sources else read_left_out(name),
+        shared.get("model_configs", {}).get(chosen),
+        None if record is None else adapters_from(record),
+        options,
     )
+    overwrite = options.get("overwrite", False)
+    return write_files(Path(out), content.plan, content.read, config=content.config, overwrite=overwrite)
 
 
-@dataclass(frozen=True)
-class _Content:
-    """A model's exported tensors, before names and dtypes are changed."""
+class _Content(NamedTuple):
+    """An export's files with their tensors, a reader of these by their new names, and its config."""
 
-    specs: Mapping[str, TensorSpec]
+    plan: FilePlan
     read: Callable[[str], Tensor]
     config: Mapping[str, Any] | None
-    are_adapters: bool = False
-
-    def plan(
-        self, out: Path, sources: Mapping[str, str], dtype: torch.dtype | None, max_shard_size: int | str
-    ) -> FilePlan:
-        specs = {name: _cast(self.specs[source], dtype) for name, source in sources.items()}
-        return plan_files(out, specs, max_shard_size, are_adapters=self.are_adapters)
 
 
 def _content(
+    out: Path,
     specs: Mapping[str, TensorSpec],
     read: Callable[[str], Tensor],
     config: Mapping[str, Any] | None,
     adapters: Adapters | None,
-    *,
-    merge_adapters: bool,
+    options: Options,
 ) -> _Content:
     """The model's own tensors; of a model with adapters either these, or the base with them added."""
+    dtype, merge_adapters = options.get("dtype"), options.get("merge_adapters", False)
+    config = _config(config, dtype)
     if adapters is None:
         refuse(merge_adapters, "the model has no adapters of peft to merge. Leave merge_adapters out.", CheckpointError)
-        return _Content(specs, read, config)
-    if merge_adapters:
-        merged = {name: specs[source] for name, source in adapters.base.items()}
-        return _Content(merged, merged_reader(adapters, read), config)
-    own = {name: specs[source] for name, source in adapters.names.items()}
-    return _Content(own, lambda name: read(adapters.names[name]), adapters.config, are_adapters=True)
+    elif merge_adapters:
+        specs, read = {name: specs[source] for name, source in adapters.base.items()}, merged_reader(adapters, read)
+    else:
+        specs = {name: specs[source] for name, source in adapters.names.items()}
+        read, config = partial(_read_as, adapters.names, read), adapters.config
+    sources = renamer(options.get("renames"))(specs)
+    cast = {name: _cast(specs[source], dtype) for name, source in sources.items()}
+    are_adapters = adapters is not None and not merge_adapters
+    plan = plan_files(out, cast, options.get("max_shard_size", "5GB"), are_adapters=are_adapters)
+    return _Content(plan, partial(_read_as, sources, read), config)
+
+
+def _read_as(sources: Mapping[str, str], read: Callable[[str], Tensor], name: str) -> Tensor:
+    return read(sources[name])
 
 
 def export_model(
@@ -140,59 +126,41 @@ def export_model(
     out: Path,
     *,
     world: Ranks | None = None,
-    dtype: torch.dtype | None = None,
-    max_shard_size: int | str = "5GB",
     config: Mapping[str, Any] | None = None,
-    renames: Mapping[str, str] | None = None,
-    merge_adapters: bool = False,
-    overwrite: bool = False,
+    **options: Unpack[Options],
 ) -> list[Path]:
-    """Exports a live model, sharded or not. Every rank of `world`, as in `load_weights`, calls this; rank 0 writes.
-
-    If peft has wrapped the model, its adapters are exported, in peft's layout, unless `merge_adapters` merges them.
-
-    Args:
-        renames: Regular expressions and their replacements for `re.sub`, applied in order to each name:
-            `{r"^body\\.": "model.layers."}`. A name that becomes empty is left out.
-
-    Returns:
-        The files written, on every rank.
-
-    Raises:
-        CheckpointError: The export cannot be written there, or an argument is not understood; the same on every rank.
-    """
+    """Exports a live model, sharded or not. Every rank of `world`, as in `load_weights`, calls this; rank 0 writes."""
     out, task, world = Path(out), f"export to {out}", world or Ranks.of_default_group()
     tensors = {name.removeprefix("models.model."): tensor for name, tensor in model_tensors({"model": model}).items()}
 
-    before = None if merge_adapters else dtype  # merging is in the model's own type
+    overwrite = options.get("overwrite", False)
+    before = None if options.get("merge_adapters") else options.get("dtype")  # merging is in the model's own type
     own = on_all_ranks(world, task, lambda: {name: _cast(_spec(tensor), before) for name, tensor in tensors.items()})
-    stored = StageTensors(own, lambda name: _whole(tensors[name], before), world)
+    specs, read = _of_all_stages(own, lambda name: _whole(tensors[name], before), world)
     adapters = whole_adapters({"model": model}, world).get("model")
 
-    def prepare() -> tuple[_Content, dict[str, str], FilePlan]:
-        content = _content(stored.specs, stored.read, _config(config, dtype), adapters, merge_adapters=merge_adapters)
-        sources = renamer(renames)(content.specs)
+    def prepare() -> _Content:
         if world.is_main:
             check_target(out, overwrite=overwrite)
-        return content, sources, content.plan(out, sources, dtype, max_shard_size)
+        return _content(out, specs, read, config, adapters, options)
 
-    content, sources, plan = on_all_ranks(world, task, prepare)
-    if any(other != plan for other in world.all_gather_object(plan)):
+    content = on_all_ranks(world, task, prepare)
+    if any(plan != content.plan for plan in world.all_gather_object(content.plan)):
         raise CheckpointError(f"Could not {task}: the ranks have different tensors. Save a checkpoint and export that.")
-    names = (name for specs in plan.values() for name in specs)
+    names = (name for specs in content.plan.values() for name in specs)
 
-    def gather(name: str) -> Tensor:
-        return content.read(sources[name])
+    def gather(_: str) -> Tensor:
+        return content.read(next(names))
 
     def work() -> list[Path]:
         # Gathering is a collective: rank 0 takes part until the end, even if writing fails before.
         try:
             if not world.is_main:
                 return []
-            return write_files(out, plan, lambda _: gather(next(names)), config=content.config, overwrite=overwrite)
+            return write_files(out, content.plan, gather, config=content.config, overwrite=overwrite)
         finally:
             for name in names:
-                gather(name)
+                content.read(name)
 
     written: list[Path] = world.all_gather_object(on_all_ranks(world, task, work))[0]
     return written
@@ -270,30 +238,27 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
 _DIGEST = re.compile(r"(\w+) (\(.*\)) [0-9a-f]{16}")
 
 
-class LeftOutWeights:
-    """Tensors that the checkpoint left out, by the names that it would have for them."""
+def _left_out(
+    records: Mapping[str, Mapping[str, str]], base: Path | None
+) -> tuple[dict[str, TensorSpec], Callable[[str], Tensor]]:
+    """Tensors that the checkpoint left out, by the names that it would have for them, and their reader."""
+    opened = cache(lambda path: open_weights(path, None))
+    matches = {name: _DIGEST.fullmatch(record["digest"]) for name, record in records.items()}
+    specs = {
+        name: TensorSpec(tuple(ast.literal_eval(match[2])), _DTYPES[match[1]])
+        for name, match in matches.items()
+        if match is not None and match[1] in _DTYPES
+    }
 
-    def __init__(self, records: Mapping[str, Mapping[str, str]], base: Path | None) -> None:
-        self._records, self._base = records, base
-        self._files: dict[Path, WeightFiles] = {}
-        self.specs: dict[str, TensorSpec] = {}
-        for name, record in records.items():
-            match = _DIGEST.fullmatch(record["digest"])
-            if match is not None and match[1] in _DTYPES:
-                self.specs[name] = TensorSpec(tuple(ast.literal_eval(match[2])), _DTYPES[match[1]])
-
-    def read(self, name: str) -> Tensor:
-        """The whole tensor on the CPU, its digest compared."""
-        record, spec = self._records[name], self.specs[name]
+    def read(name: str) -> Tensor:
+        record, spec = records[name], specs[name]
         if "path" not in record:
             raise CheckpointError(
                 f"the checkpoint has no {name}, which was frozen, and does not know where it came from, since it was "
                 "not loaded by load_weights. Export from the trainer instead: trainer.export(...)."
             )
-        path = self._base or Path(record["path"])
-        if path not in self._files:
-            self._files[path] = open_weights(path, None)
-        files = self._files[path]
+        path = base or Path(record["path"])
+        files: WeightFiles = opened(path)
         if files.shapes.get(record["name"]) != spec.shape:
             raise CheckpointError(
                 f"{path} has no {record['name']!r} of shape {spec.shape}, which {name} was loaded from."
@@ -306,33 +271,31 @@ class LeftOutWeights:
             )
         return tensor
 
+    return specs, read
 
-class StageTensors:
-    """Brings tensors to rank 0, one at a time. Making one is a collective where there are several stages."""
 
-    def __init__(self, own: Mapping[str, TensorSpec], read: Callable[[str], Tensor], world: Ranks) -> None:
-        self._own, self._read, self._world = own, read, world
-        self.specs = dict(own)
-        self._holders: dict[str, int] = {}
-        if world.stages == 1:
-            return
-        for rank, specs in enumerate(world.all_gather_object(dict(own))):
-            for name in specs:
-                self._holders.setdefault(name, rank)
-            self.specs = {**specs, **self.specs} if rank == 0 else self.specs | specs
+def _of_all_stages(
+    own: Mapping[str, TensorSpec], read: Callable[[str], Tensor], world: Ranks
+) -> tuple[Mapping[str, TensorSpec], Callable[[str], Tensor]]:
+    """The tensors of all stages, and a function that brings one to rank 0, called by every rank in the same order."""
+    if world.stages == 1:
+        return own, read
+    specs, holders = dict[str, TensorSpec](), dict[str, int]()
+    for rank, of_rank in enumerate(world.all_gather_object(dict(own))):
+        specs |= of_rank
+        holders = dict.fromkeys(of_rank, rank) | holders
 
-    def read(self, name: str) -> Tensor:
-        """A tensor, in whole, on rank 0; elsewhere whatever is there. Every rank calls this, in the same order."""
-        value = self._read(name) if name in self._own else torch.empty(0)
-        holder = self._holders.get(name, 0)
-        if holder == 0 or self._world.rank not in (0, holder):
+    def bring(name: str) -> Tensor:
+        value, holder = read(name) if name in own else torch.empty(0), holders[name]
+        if holder == 0 or world.rank not in (0, holder):
             return value
         # Bytes, since not every backend sends every type.
-        if self._world.rank == holder:
+        if world.rank == holder:
             sent = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            dist.send(sent, group=self._world.cpu_group, group_dst=0)
+            dist.send(sent, group=world.cpu_group, group_dst=0)
             return value
-        spec = self.specs[name]
-        received = torch.empty(spec.shape, dtype=spec.dtype)
-        dist.recv(received.reshape(-1).view(torch.uint8), group=self._world.cpu_group, group_src=holder)
+        received = torch.empty(specs[name].shape, dtype=specs[name].dtype)
+        dist.recv(received.reshape(-1).view(torch.uint8), group=world.cpu_group, group_src=holder)
         return received
+
+    return specs, bring

@@ -10,7 +10,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -136,7 +136,7 @@ def check_target(out: Path, *, overwrite: bool) -> None:
     raise CheckpointError(f"{out} {wrong}.")
 
 
-def _is_one_file(out: PurePath) -> bool:
+def _is_one_file(out: Path) -> bool:
     return out.suffix in (*_TORCH_SUFFIXES, ".safetensors")
 
 
@@ -158,53 +158,41 @@ def write_files(
     out = out.resolve() if out.is_symlink() else out
     check_target(out, overwrite=overwrite)
     temporary = out.with_name(f".{out.name}.tmp-{secrets.token_hex(8)}")
+    documents: dict[str, Any] = {}
+    if len(plan) > 1:
+        total = sum(spec.nbytes for specs in plan.values() for spec in specs.values())
+        weight_map = {name: file for file, specs in plan.items() for name in specs}
+        documents[INDEX_NAME] = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    if config is not None and not _is_one_file(out):
+        documents[ADAPTER_CONFIG_NAME if ADAPTERS_NAME in plan else CONFIG_NAME] = config
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        if out.suffix in _TORCH_SUFFIXES:
-            _write_pickle(temporary, plan[out.name], read)
-            written = [out]
-        elif _is_one_file(out):
-            write_safetensors(temporary, plan[out.name], read)
-            written = [out]
+        temporary.mkdir()
+        for name, specs in plan.items():
+            write = _write_pickle if Path(name).suffix in _TORCH_SUFFIXES else write_safetensors
+            write(temporary / name, specs, read)
+        for name, document in documents.items():
+            text = json.dumps(document, indent=2, ensure_ascii=False, default=_plain)
+            write_file(temporary / name, f"{text}\n".encode())
+        sync_directory(temporary)
+        if _is_one_file(out):
+            (temporary / out.name).replace(out)
         else:
-            temporary.mkdir()
-            config_name = ADAPTER_CONFIG_NAME if ADAPTERS_NAME in plan else CONFIG_NAME
-            documents = {} if config is None else {config_name: config}
-            written = [out / name for name in _write_directory(temporary, plan, read, documents)]
             for file in out.iterdir() if out.exists() else ():  # other files there, such as a tokenizer
                 if not _OWN_NAME.fullmatch(file.name) and not (temporary / file.name).exists():
                     shutil.copy2(file, temporary / file.name, follow_symlinks=False)
-        # gives the finished export its name; an earlier one is removed only after that
-        if temporary.is_dir() and out.exists():
-            aside = out.with_name(f".{out.name}.tmp-{secrets.token_hex(8)}")
-            out.rename(aside)
-            temporary.rename(out)
-            _remove(aside)
-        else:
-            temporary.replace(out)
+            if out.exists():  # removed only after the finished export has its name
+                out.rename(aside := out.with_name(f".{out.name}.tmp-{secrets.token_hex(8)}"))
+                temporary.rename(out)
+                shutil.rmtree(aside, ignore_errors=True)
+            else:
+                temporary.rename(out)
         sync_directory(out.parent)
     except OSError as error:
         raise CheckpointError(f"Could not export to {out}: {error}.") from error
     finally:
-        _remove(temporary)
-    return written
-
-
-def _write_directory(
-    directory: Path, plan: FilePlan, read: Callable[[str], Tensor], documents: dict[str, Any]
-) -> list[str]:
-    if len(plan) > 1:
-        total = sum(spec.nbytes for specs in plan.values() for spec in specs.values())
-        weight_map = {name: file for file, specs in plan.items() for name in specs}
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        documents = {INDEX_NAME: index} | documents
-    for name, specs in plan.items():
-        write_safetensors(directory / name, specs, read)
-    for name, document in documents.items():
-        text = json.dumps(document, indent=2, ensure_ascii=False, default=_plain)
-        write_file(directory / name, f"{text}\n".encode())
-    sync_directory(directory)
-    return [*plan, *documents]
+        shutil.rmtree(temporary, ignore_errors=True)
+    return [out] if _is_one_file(out) else [out / name for name in (*plan, *documents)]
 
 
 def _plain(value: Any) -> Any:
@@ -226,13 +214,6 @@ def _write_pickle(file: Path, specs: Mapping[str, TensorSpec], read: Callable[[s
         os.fsync(opened.fileno())
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
 # -- A safetensors file, one tensor at a time; `safetensors.torch.save_file` needs all of them at once.
 #
 #    8 bytes          length of the header, little-endian
@@ -247,28 +228,22 @@ def file_order(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
 
 def write_safetensors(path: Path, specs: Mapping[str, TensorSpec], read: Callable[[str], Tensor]) -> None:
     """Writes a new safetensors file; `read` is called once for each name, in order, and its result is cast."""
-    header = _header(specs)
-    with NewFile(path) as file:
-        file.write(len(header).to_bytes(8, "little"))
-        file.write(header)
-        for name, spec in specs.items():
-            file.write(_content(name, read(name), spec))
-
-
-def _header(specs: Mapping[str, TensorSpec]) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers requires this
     begin = 0
     for name, spec in specs.items():
         end = begin + spec.nbytes
         entries[name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": spec.shape, "data_offsets": [begin, end]}
         begin = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8)
-
-
-def _content(name: str, tensor: Tensor, spec: TensorSpec) -> memoryview | bytes:
-    if tensor.shape != spec.shape:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)} where {spec.shape} was expected.")
-    values = tensor.detach().to(device="cpu", dtype=spec.dtype).resolve_conj().resolve_neg().contiguous().reshape(-1)
-    # Through uint8: numpy has no bfloat16 and no float8. An empty tensor has no bytes to view.
-    return values.view(torch.uint8).numpy().data if values.numel() else b""
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    with NewFile(path) as file:
+        file.write(len(header).to_bytes(8, "little"))
+        file.write(header)
+        for name, spec in specs.items():
+            tensor = read(name)
+            if tensor.shape != spec.shape:
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)} where {spec.shape} was expected.")
+            plain = tensor.detach().to(device="cpu", dtype=spec.dtype).resolve_conj().resolve_neg()
+            values = plain.contiguous().reshape(-1)
+            # Through uint8: numpy has no bfloat16 and no float8. An empty tensor has no bytes to view.
+            file.write(values.view(torch.uint8).numpy().data if values.numel() else b"")

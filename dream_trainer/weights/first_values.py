@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ class Derived:
 
     ref: Ref
     history: RecordedCalls
-    sources: Mapping[str, tuple[Ref, ...]] = field(default_factory=dict)
+    sources: Mapping[str, tuple[Ref, ...]]
     """The names of the tensors that it was computed from, with what was read of each: it, or it before a cast."""
 
     def computed(self, read: Callable[[str], Tensor]) -> Tensor:
@@ -35,34 +35,31 @@ class Derived:
         return self.ref.view(self.history.replay(self.ref, given)[0])
 
 
-def derivations(refs: Mapping[str, Ref], sources: Collection[str], history: RecordedCalls) -> dict[str, Derived]:
-    """How each tensor of `refs` got its first values, as far as these come from those of `sources`."""
+def _derivations(refs: Mapping[str, Ref], sources: Collection[str], history: RecordedCalls) -> dict[str, Derived]:
+    """How each tensor that is not of `sources` got its first values, if it was computed from those of `sources`."""
     readable: dict[int, list[tuple[str, Ref]]] = {}
     for name in sources:
         for ref in _before_casts(refs[name], history):
             readable.setdefault(ref.storage, []).append((name, ref))
     found = {}
-    for name, ref in refs.items():
-        if name in sources:
-            continue
+    for name in [name for name in refs if name not in sources]:  # in the order of all ranks
         read: dict[str, tuple[Ref, ...]] = {}
-        for number in history.calls_behind(ref.storage):
-            op = history.ops[number]
-            for storage in op.reads:
-                for source, part in readable.get(storage, ()):
-                    if part not in read.get(source, ()):
-                        read[source] = (*read.get(source, ()), part)
-        found[name] = Derived(ref, history, read)
+        for number in history.calls_behind(refs[name].storage):
+            for source, part in (pair for storage in history.ops[number].reads for pair in readable.get(storage, ())):
+                if part not in read.get(source, ()):
+                    read[source] = (*read.get(source, ()), part)
+        if read:
+            found[name] = Derived(refs[name], history, read)
     return found
 
 
-def is_changed_since(ref: Ref, first: int, history: RecordedCalls) -> bool:
+def _is_changed_since(ref: Ref, first: int, history: RecordedCalls) -> bool:
     """Whether a tensor was recomputed from its values before call number `first`, and not only cast."""
     numbers = history.calls_behind(_before_casts(ref, history)[-1].storage)
     return numbers[0] < first <= numbers[-1]
 
 
-def asked(refs: Mapping[str, Ref], history: RecordedCalls) -> str:
+def _asked(refs: Mapping[str, Ref], history: RecordedCalls) -> str:
     """The name of a tensor whose values, or values computed from them, were seen by code; "" if there is none."""
     seen: dict[int, int] = {}
     for storage, number in history.asked.items():
@@ -112,19 +109,14 @@ def remember_first_values(models: Mapping[str, nn.Module], plan: Plan) -> None:
         base = set(base_names(wrapped, names).values())
         noted = {own: plan.by_name.get(plain_name(f"{name}.{own}")) for own in dict.fromkeys(names)}
         refs = {own: note.ref for own, note in noted.items() if note is not None}
-        _of_models.append((model, _first_values(refs, base, adapted_weights(wrapped), plan)))
-
-
-def _first_values(refs: Mapping[str, Ref], base: set[str], adapted: list[str], plan: Plan) -> FirstValues:
-    history = plan.tape.history
-    own = [history.storages[ref.storage].writers[0] for name, ref in refs.items() if name not in base]
-    if not own or any(name not in refs for name in adapted):
-        return FirstValues({}, is_known=False)
-    first = min(own)
-    found = derivations(refs, base & refs.keys(), history)
-    touched = next((name for name in adapted if is_changed_since(refs[name], first, history)), "")
-    touched = touched or asked({name: refs[name] for name in adapted}, history)
-    return FirstValues({name: one for name, one in found.items() if one.sources}, touched)
+        history, adapted = plan.tape.history, adapted_weights(wrapped)
+        written = [history.storages[ref.storage].writers[0] for own, ref in refs.items() if own not in base]
+        if not written or any(own not in refs for own in adapted):
+            continue
+        first = min(written)
+        touched = next((own for own in adapted if _is_changed_since(refs[own], first, history)), "")
+        touched = touched or _asked({own: refs[own] for own in adapted}, history)
+        _of_models.append((model, FirstValues(_derivations(refs, base & refs.keys(), history), touched)))
 
 
 def first_values_of(model: nn.Module) -> FirstValues:

@@ -63,50 +63,47 @@ def push_to_hub(
     """
 
     def push() -> str:
+        try:
+            from httpx import HTTPError
+            from huggingface_hub import HfApi
+            from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+        except ImportError as error:
+            raise ConfigError("pushing needs huggingface_hub. Run pip install huggingface_hub.") from error
         checkpoint = find_checkpoint(as_path(source), step)
+        manifest, api = read_manifest(checkpoint), HfApi(library_name="dream_trainer")
         with tempfile.TemporaryDirectory() as directory:
             out = Path(directory) / "export"
             export_checkpoint(checkpoint, out, model=model, weights=weights, merge_adapters=merge_adapters, base=base)
-            manifest = read_manifest(checkpoint)
-            return _upload(out, repo, manifest, base_model=base_model, private=private, message=message)
+            adapters = out / ADAPTER_CONFIG_NAME
+            if base_model is not None and adapters.exists():
+                config = json.loads(adapters.read_text()) | {"base_model_name_or_path": base_model}
+                adapters.write_text(json.dumps(config, indent=2))
+            (out / CARD_NAME).write_text(_model_card(out, repo, manifest, base_model))
+            words = message or f"Step {manifest.step}"
+            try:
+                api.create_repo(repo, private=private, exist_ok=True)
+                commit = api.upload_folder(repo_id=repo, folder_path=out, commit_message=words)
+            except HFValidationError as error:
+                raise ConfigError(f"repo={repo!r} is not the name of a repository: {error}") from error
+            except (HfHubHTTPError, HTTPError, OSError) as error:
+                raise CheckpointError(f"could not push {checkpoint} to {repo}: {error}") from error
+        return str(commit.commit_url)
 
     ranks = world or Ranks.of_default_group()
     return push() if ranks.world_size == 1 else from_main_rank(ranks, f"push {source} to {repo}", push)
 
 
-def _upload(
-    directory: Path, repo: str, manifest: Manifest, *, base_model: str | None, private: bool, message: str | None
-) -> str:
-    """Uploads a directory with a card; returns the address of the commit."""
-    try:
-        from httpx import HTTPError
-        from huggingface_hub import HfApi
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-    except ImportError as error:
-        raise ConfigError("pushing needs huggingface_hub. Run pip install huggingface_hub.") from error
-    adapters = directory / ADAPTER_CONFIG_NAME
-    if base_model is not None and adapters.exists():
-        config = json.loads(adapters.read_text()) | {"base_model_name_or_path": base_model}
-        adapters.write_text(json.dumps(config, indent=2))
-    (directory / CARD_NAME).write_text(model_card(directory, repo, manifest, base_model))
-    api = HfApi(library_name="dream_trainer")
-    try:
-        api.create_repo(repo, private=private, exist_ok=True)
-        commit = api.upload_folder(
-            repo_id=repo, folder_path=directory, commit_message=message or f"Step {manifest.step}"
-        )
-    except HFValidationError as error:
-        raise ConfigError(f"repo={repo!r} is not the name of a repository: {error}") from error
-    except (HfHubHTTPError, HTTPError, OSError) as error:
-        raise CheckpointError(f"could not push {directory} to {repo}: {error}") from error
-    return str(commit.commit_url)
-
-
-def model_card(directory: Path, repo: str, manifest: Manifest, base_model: str | None) -> str:
+def _model_card(directory: Path, repo: str, manifest: Manifest, base_model: str | None) -> str:
     """A model card: the files, their training and validation, and no path of this machine."""
     from huggingface_hub import ModelCardData
 
-    library, use = _library(directory, repo)
+    config = directory / CONFIG_NAME
+    library: str | None = None
+    use = "Weights as safetensors, under the names of the model's `state_dict()`."
+    if (directory / ADAPTER_CONFIG_NAME).exists():
+        library, use = "peft", f'Adapters: `PeftModel.from_pretrained(base, "{repo}")`.'
+    elif config.exists() and "model_type" in json.loads(config.read_text()):
+        library, use = "transformers", f'`AutoModel.from_pretrained("{repo}")`, or the class of its task.'
     front = ModelCardData(library_name=library, base_model=base_model, tags=["dream-trainer"]).to_yaml()
     training: dict[str, Any] = manifest.config.get("training_parameters", {})
     told = {name: training[name] for name in _TOLD if training.get(name) is not None}
@@ -123,15 +120,6 @@ def model_card(directory: Path, repo: str, manifest: Manifest, base_model: str |
     if manifest.metrics:
         parts += ["## Validation", _table({name: f"{value:.6g}" for name, value in manifest.metrics.items()})]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _library(directory: Path, repo: str) -> tuple[str | None, str]:
-    if (directory / ADAPTER_CONFIG_NAME).exists():
-        return "peft", f'Adapters: `PeftModel.from_pretrained(base, "{repo}")`.'
-    config = directory / CONFIG_NAME
-    if config.exists() and "model_type" in json.loads(config.read_text()):
-        return "transformers", f'`AutoModel.from_pretrained("{repo}")`, or the class of its task.'
-    return None, "Weights as safetensors, under the names of the model's `state_dict()`."
 
 
 def _table(rows: dict[str, Any]) -> str:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from dream_trainer.checkpoint.blocks import Part, WeightFiles, part_of
-from dream_trainer.checkpoint.files import verify_file
 from dream_trainer.checkpoint.model_state import EXTRA_STATE, stored_in_place
 from dream_trainer.checks import listed
 from dream_trainer.compat.compiler import compiled_original
@@ -170,7 +169,16 @@ def load_weights(
     report = merged(world.all_gather_object(own_report))
     if not report.loaded or (strict and not report.is_complete):
         raise CheckpointError(f"Could not {task}: {refusal(report)}")
-    _verify(files, targets, task, world)
+    # The files that any rank will read from are divided among the ranks: each is hashed once.
+    boxes = {target.source: target.part.box for target in targets if local_tensor(target.tensor).numel()}
+    of_ranks = from_all_ranks(world, task, lambda: files.checksums(boxes))
+    entries = {file: entry for of_rank in of_ranks for file, entry in of_rank.items()}
+
+    def verify() -> None:
+        for file in sorted(entries)[world.rank :: world.world_size]:
+            entries[file].verify(file)
+
+    on_all_ranks(world, task, verify)
     on_all_ranks(world, task, lambda: _fill(files, targets))
     for target in targets:
         _origins.set(target.tensor, Origin(str(path.resolve()), target.source))
@@ -193,19 +201,6 @@ def origin_of(tensor: Tensor) -> Origin | None:
     return _origins.get(tensor)
 
 
-def _verify(files: WeightFiles, targets: Sequence[_Target], task: str, world: Ranks) -> None:
-    """Hashes the files that any rank will read from. They are divided among the ranks: each is hashed once."""
-    boxes = {target.source: target.part.box for target in targets if local_tensor(target.tensor).numel()}
-    needed = from_all_ranks(world, task, lambda: files.checksums(boxes))
-    entries = {file: entry for of_rank in needed for file, entry in of_rank.items()}
-
-    def verify() -> None:
-        for file in sorted(entries)[world.rank :: world.world_size]:
-            verify_file(file, entries[file].size, entries[file].xxh3)
-
-    on_all_ranks(world, task, verify)
-
-
 # -- which of the file's tensors goes where
 
 
@@ -218,21 +213,16 @@ class _Target(NamedTuple):
         return self.part.of(files.read(source, self.part.box))
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers under all their names, also those that other stages have."""
+def _matched(
+    model: nn.Module, files: WeightFiles, sources: Mapping[str, str], optional: Collection[str]
+) -> tuple[Sequence[_Target], LoadReport]:
+    # Parameters and persistent buffers under all their names, also those that other stages have.
     tensors = stored_in_place(model, "the model")
     for name, value in tensors.items():
         if value.is_meta:
             raise CheckpointError(f"{name} of the model is on the meta device. Load in load_pretrained(), not before.")
-    for name, names in names_in_whole(model).items():
-        tensors |= dict.fromkeys(names, tensors[name])
-    return tensors
-
-
-def _matched(
-    model: nn.Module, files: WeightFiles, sources: Mapping[str, str], optional: Collection[str]
-) -> tuple[Sequence[_Target], LoadReport]:
-    tensors = _tensors(model)
+    for name, every in names_in_whole(model).items():
+        tensors |= dict.fromkeys(every, tensors[name])
     names_of: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         names_of.setdefault(id(tensor), []).append(name)

@@ -38,9 +38,9 @@ def open_weights(path: Path, model_name: str | None) -> WeightFiles:
     if path.name.endswith(".index.json"):
         return _open_index(path)
     if path.suffix == ".safetensors":
-        return _SafetensorsFile(path)
+        return _safetensors(path)
     if path.suffix in _TORCH_SUFFIXES:
-        return _TorchFile(path)
+        return _torch_file(path)
     raise CheckpointError(f"{path} is of no kind that weights are read from. Known kinds: {UNDERSTOOD}.")
 
 
@@ -48,18 +48,18 @@ def _open_directory(path: Path, model_name: str | None) -> WeightFiles:
     if (path / ".metadata").exists():
         return _open_dcp(path, model_name)
     if (path / "model.safetensors").exists():
-        return _SafetensorsFile(path / "model.safetensors")
+        return _safetensors(path / "model.safetensors")
     indices = sorted(path.glob("*.safetensors.index.json"))
     if len(indices) == 1:
         return _open_index(indices[0])
     if len(indices) > 1:
         raise CheckpointError(f"{path} has several indices: {[index.name for index in indices]}. Give one of them.")
     if paths := sorted(path.glob("*.safetensors")):
-        return _Shards([(name, file) for file in map(_SafetensorsFile, paths) for name in file.shapes])
+        return _shards([(name, file) for file in map(_safetensors, paths) for name in file.shapes])
     if (index := path / "pytorch_model.bin.index.json").exists():
         return _open_index(index)
     if (file := path / "pytorch_model.bin").exists():
-        return _TorchFile(file)
+        return _torch_file(file)
     raise CheckpointError(f"{path} contains no weights. Known kinds: {UNDERSTOOD}.")
 
 
@@ -74,13 +74,13 @@ def _open_dcp(path: Path, model_name: str | None) -> WeightFiles:
         manifest, metadata = read_metadata(path)
         tensors = metadata.state_dict_metadata
         chosen = choose_model(model_names(tensors, read_shared(path)), model_name, of=path)
-        return DcpTensors(path, metadata, manifest, below(tensors, f"models.{chosen}."))
+        return DcpTensors(path, metadata, manifest, below(tensors, f"models.{chosen}.")).as_files()
     file = path / ".metadata"
     with blaming(file):
         metadata = parse_metadata(file.read_bytes(), file, has_others=True)
     records = metadata.state_dict_metadata
     names = {name: name for name, record in records.items() if isinstance(record, TensorStorageMetadata)}
-    return DcpTensors(path, metadata, None, names)
+    return DcpTensors(path, metadata, None, names).as_files()
 
 
 def model_names(tensors: Collection[str], shared: Mapping[str, Any]) -> list[str]:
@@ -114,36 +114,30 @@ def _open_index(path: Path) -> WeightFiles:
     for name, file in file_of_name.items():
         if name not in opened[file].shapes:
             raise DamagedCheckpointError(f"{path} says that {name!r} is in {file.name}, which does not contain it.")
-    return _Shards([(name, opened[file]) for name, file in file_of_name.items()])
+    return _shards([(name, opened[file]) for name, file in file_of_name.items()])
 
 
-class _SafetensorsFile(WeightFiles):
+def _safetensors(path: Path) -> WeightFiles:
     """One safetensors file, mapped into memory. Opening it compares the header's offsets with the file's size."""
+    from safetensors import safe_open
 
-    def __init__(self, path: Path) -> None:
-        from safetensors import safe_open
+    with blaming(path):
+        file = safe_open(path, framework="pt", device="cpu")
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
-        self._path = path
+    def read(name: str, box: Box) -> Tensor:
         with blaming(path):
-            self._file = safe_open(path, framework="pt", device="cpu")
-            self.shapes = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}  # noqa: SIM118
-
-    def read(self, name: str, box: Box) -> Tensor:
-        with blaming(self._path):
-            block: Tensor = self._file.get_slice(name)[box]
+            block: Tensor = file.get_slice(name)[box]
             return block
 
+    return WeightFiles(shapes, read)
 
-class _TorchFile(WeightFiles):
+
+def _torch_file(path: Path) -> WeightFiles:
     """One file of `torch.save`, mapped into memory: a state dict, or a dict with one inside."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._tensors = _state_dict(load_pickle(path, path, mmap=True), path)
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
-
-    def read(self, name: str, box: Box) -> Tensor:
-        return self._tensors[name][box]
+    tensors = _state_dict(load_pickle(path, path, mmap=True), path)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return WeightFiles(shapes, lambda name, box: tensors[name][box])
 
 
 def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
@@ -170,19 +164,15 @@ def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in tensors.items()}
 
 
-class _Shards(WeightFiles):
+def _shards(files: list[tuple[str, WeightFiles]]) -> WeightFiles:
     """Tensors in several files."""
-
-    def __init__(self, files: list[tuple[str, WeightFiles]]) -> None:
-        self._file_of_name = dict(files)
-        if len(self._file_of_name) < len(files):
-            names = [name for name, _ in files]
-            twice = sorted({name for name in names if names.count(name) > 1})
-            raise CheckpointError(f"several files contain {twice[:20]}. Give the one file or index to load.")
-        self.shapes = {name: file.shapes[name] for name, file in files}
-
-    def read(self, name: str, box: Box) -> Tensor:
-        return self._file_of_name[name].read(name, box)
+    file_of_name = dict(files)
+    if len(file_of_name) < len(files):
+        names = [name for name, _ in files]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise CheckpointError(f"several files contain {twice[:20]}. Give the one file or index to load.")
+    shapes = {name: file.shapes[name] for name, file in files}
+    return WeightFiles(shapes, lambda name, box: file_of_name[name].read(name, box))
 
 
 def renamer(renames: Mapping[str, str] | None) -> Callable[[Iterable[str]], dict[str, str]]:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from dream_trainer.checkpoint import typed_json
-from dream_trainer.checkpoint.snapshot import Snapshot
-from dream_trainer.checkpoint.store import write_checkpoint
+from dream_trainer.checkpoint.store import Snapshot, write_checkpoint
 from dream_trainer.distributed.ranks import Ranks
 
 DESCRIPTION = {"epoch": 1, "samples_seen": 64, "mesh_shape": {"dp_shard": 1}, "config": {"seed": 0}, "metrics": {}}

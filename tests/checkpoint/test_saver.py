@@ -63,6 +63,7 @@ class Counter:
             settle=lambda: api.Moment(self.step, self.has_pending_work),
             snapshot=self.snapshot,
             warm=lambda _: lambda: self.warmed.append(self.step),
+            is_best=lambda step: False,
             on_save=lambda path: self.saved.append(api.read_manifest(path).step),
             on_lost=self.lose,
             patience=nullcontext,

@@ -196,10 +196,7 @@ def test_hosts_with_other_code_are_refused_on_all_ranks(hosts: Hosts, tmp_path: 
         assert attempt.wait(30) == [1, 1]
     for rank in (0, 1):
         error = (attempt.directory / f"rank_{rank}.err").read_text()
-        assert (
-            "RanksDifferError: the hosts of this job run other code (modules and digests of their files): own is "
-            in error
-        )
+        assert "RanksDifferError: the hosts of this job differ: the digest of own's code is " in error
 
 
 def test_hosts_with_other_numbers_of_ranks_are_refused_on_all_ranks(hosts: Hosts, tmp_path: Path) -> None:
@@ -211,5 +208,4 @@ def test_hosts_with_other_numbers_of_ranks_are_refused_on_all_ranks(hosts: Hosts
         assert attempt.wait(30) == [1] * 4
     for rank in range(4):
         error = (attempt.directory / f"rank_{rank}.err").read_text()
-        assert "RanksDifferError: not every host of this job has the same number of ranks" in error
-        assert "the number of its processes is 2 on host 0 (" in error
+        assert "RanksDifferError: the hosts of this job differ: the number of its processes is 2 on host 0 (" in error

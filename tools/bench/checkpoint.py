@@ -30,8 +30,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import dream_trainer as dt
-from dream_trainer.checkpoint.snapshot import Snapshot
-from dream_trainer.checkpoint.store import load_tensors, write_checkpoint
+from dream_trainer.checkpoint.store import Snapshot, load_tensors, write_checkpoint
 from dream_trainer.config.device_parameters import DeviceParameters
 from dream_trainer.data.loader import PerRankLoader
 from dream_trainer.distributed.ranks import Ranks

@@ -24,8 +24,7 @@ from typing import Any
 import torch
 
 from dream_trainer.checkpoint.remote_run import RemoteRun
-from dream_trainer.checkpoint.snapshot import Snapshot
-from dream_trainer.checkpoint.store import load_tensors, write_checkpoint
+from dream_trainer.checkpoint.store import Snapshot, load_tensors, write_checkpoint
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.stores.store_path import StorePath

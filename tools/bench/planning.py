@@ -29,8 +29,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from dream_trainer.checkpoint.snapshot import KnownPlan
-from dream_trainer.checkpoint.store import TensorWriter
+from dream_trainer.checkpoint.store import KnownPlan, TensorWriter
 
 ROWS, COLUMNS = 2, 2
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn as nn
@@ -265,6 +265,7 @@ class CheckpointMixin(AbstractTrainer):
         )
         self.__form = ModelForm()
         frozen = None if parameters.save_frozen else FrozenWeights(self.named_models(), self.world)
+        best, best_metric = self._runtime.best, parameters.best_metric
         saver = self._runtime.saver = Saver(
             parameters,
             self.world,
@@ -272,6 +273,7 @@ class CheckpointMixin(AbstractTrainer):
             settle=partial(_settled, self._runtime),
             snapshot=partial(saved_state.snapshot, self._runtime, self.__form, frozen),
             warm=partial(saved_state.warm, self._runtime, frozen),
+            is_best=lambda step: best.steps.get(best_metric or "") == step,
             on_save=partial(self._notify, "on_save"),
             on_lost=(lambda: None) if self._runtime.log is None else self._runtime.log.save_was_lost,
             patience=self._runtime.session.patience,
@@ -279,7 +281,12 @@ class CheckpointMixin(AbstractTrainer):
             clock=time.monotonic,
             only_when_called=self._runtime.config.training_parameters.fast_dev_run,
         )
-        self._runtime.state_registry.register("checkpoint", saver.state, saver.load_state, goes_with_counters=True)
+
+        def load_best_value(state: Mapping[str, Any]) -> None:  # which is the evaluation's since
+            if best_metric is not None and state.get("best_value") is not None:
+                best.values.setdefault(best_metric, state["best_value"])
+
+        self._runtime.state_registry.register("checkpoint", dict, load_best_value, goes_with_counters=True)
         self._runtime.optimizer_step.before_update = saver.before_update
         if self._runtime.config.training_parameters.fast_dev_run:
             return

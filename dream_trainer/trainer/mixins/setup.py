@@ -42,7 +42,7 @@ from dream_trainer.trainer.registry import refuse_private_models
 from dream_trainer.trainer.runtime import Runtime, is_whole_in_steps
 from dream_trainer.trainer.user_class import parallelisms_of
 from dream_trainer.weights.first_values import forget_first_values, remember_first_values
-from dream_trainer.weights.unloaded_base import UnloadedBases, frozen_draws
+from dream_trainer.weights.unloaded_base import frozen_draws
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -89,7 +89,6 @@ class SetupMixin(AbstractTrainer):
         _make_real_weights_equal(self._runtime)
         assert build.tape is not None  # recorded by `configure`
         build.plan = remember(models, build.tape)
-        build.frozen_draws = frozen_draws(models, build.tape)
         self._runtime.parallel.verification = verification = verified_against_now(self._runtime)
         for stage in setup_stages(self._runtime):
             self._run_stage(stage, self.__build)
@@ -142,7 +141,6 @@ class Build:
     tape: Tape | None
     assigned: set[str] = field(default_factory=set)
     plan: Plan | None = None
-    frozen_draws: set[str] = field(default_factory=set)
     marks: ParameterMarks = field(default_factory=lambda: ParameterMarks({}))
 
 
@@ -229,7 +227,7 @@ def _materialise(runtime: Runtime, build: Build) -> None:
     build.marks.put_back(models)
     remember_first_values(models, build.plan)
     build.tape = None  # it keeps what the constructors computed
-    runtime.unloaded_bases = UnloadedBases(models, build.frozen_draws)
+    runtime.frozen_draws = frozen_draws(models, build.plan)
     for axis in runtime.parallel.axes:
         axis.connect(axis_setup(runtime, build))
     if world.world_size == 1:
