@@ -115,8 +115,7 @@ class ParallelModels:
 
     @contextmanager
     def gathered(self, *models: nn.Module) -> Iterator[None]:
-        """Inside, `models` have full copies of their parameters on each rank, and forwards gather nothing. No
-        gradients."""
+        """Inside, `models` have full copies of their parameters on each rank, and forwards gather nothing."""
         with self.whole(), gathered(*models), ExitStack() as stack:
             for model in models:
                 for axis in self.axes:
@@ -136,7 +135,7 @@ class ParallelModels:
 
         if self._touchable is not None:
             self._touchable.let_go()
-        reduce_what_waits(self._wrapped, parameters, self.gradients)
+        reduce_what_waits(parameters, self.gradients)
 
     def reshard(self) -> None:
         """Reshards parameters that a forward left gathered."""
@@ -182,15 +181,13 @@ class ParallelModels:
         if not self._is_whole or not self.whole_in_steps:
             yield
             return
-        for sharded in self.whole_in_steps:
-            sharded.give_gradients_to_shards()
         self._leave()
+        for sharded in self.whole_in_steps:
+            sharded.begin_step()
         others_changed, self._is_fresh = others_may_change or not self._is_fresh, False
-        writes = [sharded.whole_writes() for sharded in self.whole_in_steps]
         yield
-        for sharded, before in zip(self.whole_in_steps, writes, strict=True):
-            sharded.refuse_lost_writes(before)
-            sharded.drop_shards_gradients()
+        for sharded in self.whole_in_steps:
+            sharded.end_step()
         changed = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         self._gather(changed, all_models=others_changed)
         self._enter()
