@@ -234,19 +234,14 @@ def _total(parameters: ScheduleParameters, total_steps: int | None, steps_per_ep
             f"length. Set {'max_tokens' if parameters.unit == 'token' else 'max_steps or n_epochs'}, or use a schedule "
             'without an end ("constant", "inverse_sqrt") with warmup_steps as a number of steps.'
         )
-    total = _units(parameters, total_steps, steps_per_epoch)
-    if total is None:
+    if parameters.unit != "epoch":
+        return total_steps
+    if not steps_per_epoch:
         raise ConfigError(
             f'steps_per_epoch={steps_per_epoch}, and unit="epoch" needs it to count {what} in epochs. '
             'Pass the optimizer steps of one epoch, or use unit="step".'
         )
-    return total
-
-
-def _units(parameters: ScheduleParameters, total_steps: int | None, steps_per_epoch: int | None) -> int | None:
-    if total_steps is None or parameters.unit != "epoch":
-        return total_steps
-    return math.ceil(total_steps / steps_per_epoch) if steps_per_epoch else None
+    return math.ceil(total_steps / steps_per_epoch)
 
 
 def _length(value: int | float, total: int | None) -> int:
