@@ -205,11 +205,8 @@ def new_schedule(name: str, stages: Sequence[ScheduledStage], microbatches: int)
     """A schedule of `stages`, to be called with whether this rank has the first stage and the last."""
     # Without `scale_grads` gradients add up; by default all that are there would be divided after each batch.
     options: dict[str, Any] = {"loss_fn": lambda loss, number: loss, "scale_grads": False}
-    schedule: Any
-    if name in ONE_STAGE:
-        schedule = ONE_STAGE[name](stages[0], microbatches, **options)
-    else:
-        schedule = (LOOPED | V_SHAPED)[name](list(stages), microbatches, **options)
+    kind: Any = SCHEDULES[name]
+    schedule = kind(stages[0] if name in ONE_STAGE else list(stages), microbatches, **options)
     numbers = torch.arange(microbatches)
 
     def run(has_first: bool, has_last: bool) -> None:

@@ -110,7 +110,7 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:
         require_match("freeze", pattern, [names for names, _ in named])
     frozen = []
     for names, parameter in named:
-        if matches_any(patterns, names):
+        if matches(patterns, names):
             parameter.requires_grad_(False)
             frozen.append(names[0])
     return frozen
@@ -178,7 +178,7 @@ def place(
             f"{type(model).__name__} has no trainable parameter. Leave some of its {len(whole.parameters)} parameters "
             "unfrozen."
         )
-    chosen = [next((group for group in groups if _matches(group.pattern, one.names)), None) for one in trainable]
+    chosen = [next((group for group in groups if matches((group.pattern,), one.names)), None) for one in trainable]
     for pattern_group in groups:
         require_match("groups", pattern_group.pattern, [one.names for one in whole.parameters])
         if not any(pattern_group is other for other in chosen):
@@ -225,10 +225,6 @@ def group(placed: Iterable[Placed], *, lr: float, weight_decay: float) -> list[d
     return [one if one["params"] else one | {"param_names": []} for name, one in joined.items() if name in names]
 
 
-def matches_any(patterns: Iterable[str], names: tuple[str, ...]) -> bool:
-    return any(_matches(pattern, names) for pattern in patterns)
-
-
 def _depths(whole: WholeParameters, layer_decay: float) -> dict[tuple[str, ...], int]:
     """Layers by the parameter's names; see `parameter_groups`."""
     last = whole.n_blocks
@@ -249,14 +245,14 @@ def _depths(whole: WholeParameters, layer_decay: float) -> dict[tuple[str, ...],
     return depths
 
 
-def _matches(pattern: str, names: tuple[str, ...]) -> bool:
-    return any(re.search(pattern, name) for name in names)
+def matches(patterns: Iterable[str], names: tuple[str, ...]) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns for name in names)
 
 
 def require_match(
     field: str, pattern: str, names: Sequence[tuple[str, ...]], what: str = "parameter of the model"
 ) -> None:
-    if any(_matches(pattern, aliases) for aliases in names):
+    if any(matches((pattern,), aliases) for aliases in names):
         return
     flat = [name for aliases in names for name in aliases]
     near = get_close_matches(re.sub(r"[\\^$()*+?]", "", pattern), flat, n=3, cutoff=0.4) or flat[:3]

@@ -252,9 +252,8 @@ def _length(value: int | float, total: int | None) -> int:
 
 def _check_length(name: str, value: object, *, zero: bool) -> None:
     """Raises ConfigError unless `value` is a count, or a fraction below 1; 0 only if `zero`."""
-    least = 0 if zero else 1
     if isinstance(value, float):
         if not (0 < value < 1 or (zero and value == 0)):
             raise ConfigError(f"{name}={value!r} is not a fraction of the total. Use one below 1, or an integer.")
     else:
-        check_integer(name, value, minimum=least, hint=" A number below 1 is a fraction of the total.")
+        check_integer(name, value, minimum=0 if zero else 1, hint=" A number below 1 is a fraction of the total.")

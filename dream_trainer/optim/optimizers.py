@@ -14,7 +14,7 @@ from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Opti
 from dream_trainer.checks import check_between, check_names, check_pattern, check_positive, refuse, spell
 from dream_trainer.config.parameter_class import PositiveFloat, PositiveInt, parameters
 from dream_trainer.errors import ConfigError
-from dream_trainer.optim.groups import GroupParameters, Placed, group, matches_any, place, require_match
+from dream_trainer.optim.groups import GroupParameters, Placed, group, matches, place, require_match
 from dream_trainer.optim.muon import Muon
 from dream_trainer.parallel.sharded_model import is_sharded
 
@@ -172,7 +172,7 @@ def _build_muon(parameters: OptimizerParameters, placed: Sequence[Placed]) -> li
     if parameters.hidden:
         for pattern in parameters.hidden:
             require_match("hidden", pattern, [one.of.names for one in matrices], "trainable matrix")
-        hidden = [one for one in matrices if matches_any(parameters.hidden, one.of.names)]
+        hidden = [one for one in matrices if matches(parameters.hidden, one.of.names)]
     else:
         hidden = [one for one in matrices if one.of.block > 0 and not one.of.is_vector and not one.of.is_embedding]
     if not hidden:

@@ -92,9 +92,7 @@ class ContextParallelism(Parallelism):
     def compile_block(self, block: nn.Module, options: Mapping[str, Any]) -> bool:
         from dream_trainer.parallel.context_attention import compile_with_shared_attention
 
-        compile_with_shared_attention(
-            block, backend=options["backend"], mode=options["mode"], options=options["options"]
-        )
+        compile_with_shared_attention(block, options["backend"], options["mode"], options["options"])
         return True
 
 

@@ -376,7 +376,7 @@ def _run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any] |
     return (forward(*args, **kwargs),) if is_compiling() else None
 
 
-def compile_with_shared_attention(module: nn.Module, *, backend: str, mode: str | None, options: Any = None) -> None:
+def compile_with_shared_attention(module: nn.Module, backend: str, mode: str | None, options: Any = None) -> None:
     """Compiles the forward of `module`, each shape by itself, for whole sequences and for context-parallel ones."""
     whole = torch.compile(type(module).forward, backend=backend, mode=mode, options=options, dynamic=False)
     of_class = {"_backend": (backend, mode, options), "_whole": staticmethod(whole)}

@@ -58,8 +58,7 @@ class JoinedBuffers:
     def __init__(self, models: Mapping[str, nn.Module], policies: Mapping[str, BufferPolicy]) -> None:
         self._models = models
         self._policies: dict[str, BufferPolicy] = dict(policies)
-        self._joined: list[_Buffer] | None = None
-        self._shapes: list[torch.Size] = []
+        self._joined: list[tuple[_Buffer, torch.Size]] | None = None  # with the shape that it has to keep
         for pattern, policy in self._policies.items():
             check_choice(f"buffer_policies()[{pattern!r}]", policy, get_args(BufferPolicy))
             check_pattern("buffer_policies()", pattern)
@@ -122,22 +121,21 @@ class JoinedBuffers:
     def join(self, ranks: Ranks, group: dist.ProcessGroup | None) -> None:
         """Makes buffers equal on the ranks of a step, as their policies say; a collective."""
         if self._joined is None:
-            self._joined = [buffer for buffer in self._buffers() if buffer.policy in ("mean", "rank 0")]
-            self._check_types(self._joined)
-            self._shapes = [buffer.value.shape for buffer in self._joined]
-            facts = {b.name: f"{b.value.dtype} {[*b.value.shape]}" for b in self._joined}
+            joined = [buffer for buffer in self._buffers() if buffer.policy in ("mean", "rank 0")]
+            self._check_types(joined)
+            self._joined = [(buffer, buffer.value.shape) for buffer in joined]
+            facts = {b.name: f"{b.value.dtype} {[*b.value.shape]}" for b in joined}
             refuse_differences(ranks, facts, _SAME_SHAPE, among=ranks.data_peers)
         if not self._joined:
             return
-        values = [buffer.value for buffer in self._joined]
-        for buffer, value, shape in zip(self._joined, values, self._shapes, strict=True):
+        pairs = [(buffer, buffer.value) for buffer, _ in self._joined]
+        for (buffer, value), (_, shape) in zip(pairs, self._joined, strict=True):
             if value.shape != shape:
                 raise StepError(
                     f"buffer {buffer.name} has the shape {[*value.shape]} and had {[*shape]}, and ranks join it by "
                     f"{buffer.policy!r}. {_SAME_SHAPE}"
                 )
-        pairs = [*zip(self._joined, values, strict=True)]
-        for device in dict.fromkeys(value.device for value in values):
+        for device in dict.fromkeys(value.device for _, value in pairs):
             here = [(buffer, value) for buffer, value in pairs if value.device == device]
             _average([pair for pair in here if pair[0].policy == "mean"], group)
             _take_first([value for buffer, value in here if buffer.policy == "rank 0"], group)

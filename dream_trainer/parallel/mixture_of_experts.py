@@ -121,9 +121,6 @@ class MoE(nn.Module):
         self.balance_bias.sub_(above.sign().to(self.balance_bias.dtype), alpha=self.balance_rate)
         self.loads.zero_()
 
-    def extra_repr(self) -> str:
-        return f"top_k={self.top_k}, scores={self.scores}, balance_rate={self.balance_rate}"
-
 
 class SharedExperts(nn.Module):
     """A gated network that all tokens use."""

@@ -30,12 +30,6 @@ if TYPE_CHECKING:
 
 _NOTHING = nullcontext()
 _OF_MIXED = ("mixed torch.Tensor and DTensor", "of TensorWrapper")  # the latter of PyTorch 2.11
-_MIXED = (
-    "an operation got both a shard of a parameter and a plain tensor. Code in a step may read the parameters of a "
-    "large model as whole ones, but torch.func cannot transform a function of them. Use dp_shard=1, or raise "
-    "fsdp_parameters.min_group_mib above the model's size. If a layer of a tensor-parallel plan gave the shard, it "
-    "needs use_local_output=True."
-)
 
 
 class ParallelModels:
@@ -168,7 +162,12 @@ class ParallelModels:
             yield
         except RuntimeError as error:
             if self._touchable is not None and any(words in str(error) for words in _OF_MIXED):
-                raise StepError(_MIXED) from error
+                raise StepError(
+                    "an operation got both a shard of a parameter and a plain tensor. Code in a step may read the "
+                    "parameters of a large model as whole ones, but torch.func cannot transform a function of them. "
+                    "Use dp_shard=1, or raise fsdp_parameters.min_group_mib above the model's size. If a layer of a "
+                    "tensor-parallel plan gave the shard, it needs use_local_output=True."
+                ) from error
             raise
         finally:
             if self._is_whole:  # else an exception left `shards`

@@ -74,8 +74,7 @@ class Miss(NamedTuple):
         return self.error > self.rounding
 
 
-_UNSEEN = Miss(-1.0, 0.0, 0.0, 0.0)
-"""The miss of a block that only other ranks of the pipeline have."""
+_UNSEEN = Miss(-1.0, 0.0, 0.0, 0.0)  # of a block that only other ranks of the pipeline have
 
 
 def is_verifiable(devices: DeviceParameters) -> bool:
