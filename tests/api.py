@@ -50,7 +50,7 @@ _NAMES = {
         "new_schedule ranks_of_stages refresh_copy shallow_copy"
     ),
     "dream_trainer.compat.pytorch": (
-        "EXPENSIVE_OPERATIONS TCPStore ValueReads after_accumulation all_gather_flat changes_gradients gathered_twins "
+        "EXPENSIVE_OPERATIONS TCPStore ValueReads after_accumulation all_gather_flat gathered_twins "
         "forget_meshes has_hooks in_backward keep_hooks local_tensor local_tensors name_of_operation operation "
         "reading_waits set_group_timeout shard_dim without_hooks"
     ),
@@ -123,7 +123,7 @@ _NAMES = {
         "compile_with_shared_attention"
     ),
     "dream_trainer.modules.class_change": "own_class",
-    "dream_trainer.parallel.mixture_of_experts": "GatedExperts _Grouped MoE",
+    "dream_trainer.parallel.mixture_of_experts": "GatedExperts MoE _grouped",
     "dream_trainer.parallel.joined_buffers": "JoinedBuffers",
     "dream_trainer.modules.metrics": "computed",
     "dream_trainer.parallel.parallel_models": "naming_what_is_elsewhere",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+_OPS = torch.ops._c10d_functional
 
 
 class _Waited(torch.autograd.Function):
@@ -24,10 +26,7 @@ class _Waited(torch.autograd.Function):
 
 
 def waited(value: Any) -> Any:
-    """`value`, or the finished tensor if it is the result of a collective that may still run; gradients pass.
-
-    A compiled function takes the inner tensor as its input. The input needs no gradient: nothing before it is trained
-    (docs/measurements/ranks.md#compile-with-tensor-parallelism)."""
+    """`value`, or the finished tensor if it is the result of a collective that may still run; gradients pass."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     return _Waited.apply(value) if isinstance(value, AsyncCollectiveTensor) else value  # type: ignore[no-untyped-call]
@@ -41,23 +40,18 @@ def is_traced(tensor: Tensor) -> bool:
 
 def gathered_in_graph(flat: Tensor, size: int, group: ProcessGroup) -> Tensor:
     """All-gathers from `size` ranks of a group, one after the other, by a collective that compiled graphs can have."""
-    ops = torch.ops._c10d_functional
-    gathered: Tensor = ops.wait_tensor(ops.all_gather_into_tensor(flat, size, group.group_name))
-    return gathered
+    return cast(Tensor, _OPS.wait_tensor(_OPS.all_gather_into_tensor(flat, size, group.group_name)))
 
 
 def summed_in_graph(flat: Tensor, size: int, group: ProcessGroup) -> Tensor:
     """This rank's part of the sum over `size` ranks, whose parts lie one after the other; like `gathered_in_graph`."""
-    ops = torch.ops._c10d_functional
-    own: Tensor = ops.wait_tensor(ops.reduce_scatter_tensor(flat, "sum", size, group.group_name))
-    return own
+    return cast(Tensor, _OPS.wait_tensor(_OPS.reduce_scatter_tensor(flat, "sum", size, group.group_name)))
 
 
 def exchanged_in_graph(flat: Tensor, size: int, group: ProcessGroup) -> Tensor:
     """Exchanges equal parts among `size` ranks, returning those for this rank; like `gathered_in_graph`."""
-    ops, parts = torch.ops._c10d_functional, [flat.numel() // size] * size
-    exchanged: Tensor = ops.wait_tensor(ops.all_to_all_single(flat, parts, parts, group.group_name))
-    return exchanged
+    parts = [flat.numel() // size] * size
+    return cast(Tensor, _OPS.wait_tensor(_OPS.all_to_all_single(flat, parts, parts, group.group_name)))
 
 
 def why_memory_is_not_shared(group: ProcessGroup, device: torch.device) -> str | None:

@@ -44,8 +44,7 @@ def is_opaque(function: Any) -> bool:
 
 
 def change_calls(graph: torch.fx.GraphModule, change: Callable[[torch.fx.Node, bool], None]) -> None:
-    """Calls `change` with each call of a function in a graph, or in what the graph calls as one, such as checkpoints,
-    and with whether it is in a `torch.autograd.Function`."""
+    """Calls `change` with each call in a graph, at any depth, and whether it is in a `torch.autograd.Function`."""
     parts = [module for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
     in_functions = {inner for part in parts for each in _parts_of_functions(part) for inner in each.modules()}
     for part in parts:

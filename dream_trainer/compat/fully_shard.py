@@ -25,7 +25,6 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 from dream_trainer.compat.pytorch import (
     after_accumulation,
-    changes_gradients,
     local_tensor,
     unnoticed_writes,
     whole_of,
@@ -134,11 +133,6 @@ class DifferentiableGroup(FSDPParamGroup):
             write_rows(parameter, self._full[parameter])
         self.is_stale = self.is_unsharded
 
-    @property
-    def saved_weights(self) -> SavedWeights:
-        saved: SavedWeights = self._local_gradients.saved
-        return saved
-
     def let_touch(self) -> None:
         """Makes groups that stay gathered (held, or the root's) show shards again, so that operations are noticed."""
         if self.is_unsharded and self._touchable.may_be_touched and not self._touchable.in_stages:
@@ -158,9 +152,6 @@ class DifferentiableGroup(FSDPParamGroup):
         self.is_held = False
         self.write_back(also_unseen=True)
         self._full.clear()
-
-    def settle(self) -> None:
-        """Takes gradients that came to gathered parameters by no way that ended here."""
 
     def _count_writes(self) -> list[int]:
         return [write_count(p._unsharded_param) for p in self.fsdp_params]
@@ -235,7 +226,7 @@ class DifferentiableGroup(FSDPParamGroup):
         if self._shows_shards:
             self.show("_unsharded_param")
         if not self._is_in_saved:
-            self._is_in_saved = self.saved_weights.begin()
+            self._is_in_saved = self._local_gradients.saved.begin()
         return given
 
     def _register_post_backward_hook(self, args: Any, kwargs: Any) -> Any:
@@ -257,7 +248,7 @@ class DifferentiableGroup(FSDPParamGroup):
     def post_forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_in_saved:
             self._is_in_saved = False
-            self.saved_weights.end()
+            self._local_gradients.saved.end()
         with unseen_by_checkpoints():
             output = super().post_forward(*args, **kwargs)
         self.let_touch()
@@ -420,7 +411,7 @@ class WholeGroup(DifferentiableGroup):
 
 def _refuse_hooks(parameter: Any) -> None:
     """Refuses what is never called: backwards go to the gathered parameter, which users do not have."""
-    if changes_gradients(parameter.sharded_param):
+    if parameter.sharded_param._backward_hooks:
         raise StepError(
             f"{parameter._param_fqn} has a hook on its gradient, by register_hook. The parameters that fully_shard "
             "manages, sharded ones and those of models with split layers, never call it. Change its grad, which is "
@@ -470,25 +461,17 @@ def gathered_dtype(parameter: torch.nn.Parameter) -> torch.dtype | None:
     return cast("torch.dtype", weight._dtype)
 
 
-def reduce_what_waits(
-    modules: Sequence[FSDPModule], parameters: Sequence[torch.nn.Parameter], local_gradients: GradientState
-) -> None:
+def reduce_what_waits(parameters: Sequence[torch.nn.Parameter], local_gradients: GradientState) -> None:
     """Reduces gradients that no backward has reduced, as of a model that had no part in the last micro-batch."""
-    groups: set[Any] = {local_gradients.shared.get(id(p)) for p in parameters} & local_gradients.waiting
-    if not groups:
-        return
+    wanted: set[Any] = {local_gradients.shared.get(id(p)) for p in parameters} & local_gradients.waiting
+    groups = [group for group in local_gradients.groups if group in wanted]  # in the order that all ranks have
     for group in groups:
         group.ends = True
-    for module in modules:
-        state = module._get_fsdp_state()
-        if state._is_root and any(other._fsdp_param_group in groups for other in state._state_ctx.all_states):
-            module.set_is_last_backward(True)  # which `as_one_backward` may have left otherwise
-            _end_backward(state)
-    for group in groups:
-        group.ends = False
+        group._state._state_ctx.is_last_backward = True  # which `as_one_backward` may have left otherwise
+    _end_backwards(groups)
 
 
-def end_backward(groups: Iterable[DifferentiableGroup]) -> None:
+def end_backward(groups: Iterable[SharedGroup | WholeGroup]) -> None:
     """After a backward: reduces the gradients of held groups; late ones wait for the step."""
     held = [group for group in groups if group.is_held]
     for group in groups:
@@ -496,10 +479,8 @@ def end_backward(groups: Iterable[DifferentiableGroup]) -> None:
         group.ends = group.is_held
         if held:
             group._training_state = TrainingState.IDLE if group.is_held else TrainingState.POST_BACKWARD
-    for root in {group._state._state_ctx.all_states[0]: None for group in held}:
-        _end_backward(root)
+    _end_backwards(held)
     for group in groups:
-        group.ends = False
         group.let_touch()
 
 
@@ -522,6 +503,14 @@ def _reduce_after_backwards(modules: Sequence[FSDPModule], *, enabled: bool) -> 
         module.set_is_last_backward(enabled)
         module.set_reshard_after_backward(enabled)
         module.set_requires_gradient_sync(enabled)
+
+
+def _end_backwards(groups: Iterable[DifferentiableGroup]) -> None:
+    """Ends those of the roots of `groups`, which take what came in them for all."""
+    for root in dict.fromkeys(group._state._state_ctx.all_states[0] for group in groups):
+        _end_backward(root)
+    for group in groups:
+        group.ends = False
 
 
 def _end_backward(root: Any) -> None:

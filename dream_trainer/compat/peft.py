@@ -147,8 +147,7 @@ def _config(config: PeftConfig, base_class: type[nn.Module], base_path: str | No
         values["base_model_name_or_path"] = base_path
     if config.task_type is None:
         values["auto_mapping"] = {"base_model_class": base_class.__name__, "parent_library": base_class.__module__}
-    plain: dict[str, Any] = json.loads(json.dumps(values, default=_plain))
-    return plain
+    return _plain(values)
 
 
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,12 +158,13 @@ def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     if kind is None:
         return dict(config)
     values = {f.name: f.default for f in fields(kind) if f.default is not MISSING}
-    plain: dict[str, Any] = json.loads(json.dumps(values, default=_plain))
-    return {**plain, **config}
+    return {**_plain(values), **config}
 
 
-def _plain(value: Any) -> Any:
-    return sorted(value) if isinstance(value, set) else str(value)
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    text = json.dumps(values, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
+    plain: dict[str, Any] = json.loads(text)
+    return plain
 
 
 def _mergeable(

@@ -204,12 +204,9 @@ def as_tuple(output: Any) -> tuple[Tensor, ...]:
 def new_schedule(name: str, stages: Sequence[ScheduledStage], microbatches: int) -> Callable[[bool, bool], None]:
     """A schedule of `stages`, to be called with whether this rank has the first stage and the last."""
     # Without `scale_grads` gradients add up; by default all that are there would be divided after each batch.
-    options: dict[str, Any] = {"loss_fn": _the_loss, "scale_grads": False}
-    schedule: Any
-    if name in ONE_STAGE:
-        schedule = ONE_STAGE[name](stages[0], microbatches, **options)
-    else:
-        schedule = (LOOPED | V_SHAPED)[name](list(stages), microbatches, **options)
+    options: dict[str, Any] = {"loss_fn": lambda loss, number: loss, "scale_grads": False}
+    kind: Any = SCHEDULES[name]
+    schedule = kind(stages[0] if name in ONE_STAGE else list(stages), microbatches, **options)
     numbers = torch.arange(microbatches)
 
     def run(has_first: bool, has_last: bool) -> None:
@@ -252,10 +249,6 @@ def refresh_copy(copied: nn.Module, module: nn.Module) -> None:
 def _shared(module: nn.Module) -> dict[str, Any]:
     own = (*_OWN_OF_A_COPY, "_compiled_call_impl")
     return {key: value for key, value in vars(module).items() if key not in own}
-
-
-def _the_loss(loss: Tensor, number: Tensor) -> Tensor:
-    return loss
 
 
 class _Held(NamedTuple):

@@ -7,8 +7,8 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar, cast
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist  # which makes the module below
@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter as tree_iter, tree_map as tree_map
 from torch.utils.checkpoint import _StopRecomputationError
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import TypeIs
 
 if TYPE_CHECKING:
@@ -191,25 +192,19 @@ def tf32_products() -> Iterator[None]:
     """Inside, float32 matrix products and convolutions on CUDA may use TF32, by the setting that the process uses."""
     cudnn: Any = torch.backends.cudnn
     newer: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
-    try:
-        products, convolutions = torch.get_float32_matmul_precision(), cudnn.allow_tf32
-    except RuntimeError:
-        before = [setting.fp32_precision for setting in newer]
-        for setting in newer:
-            setting.fp32_precision = "tf32"
+    with ExitStack() as stack:
         try:
-            yield
-        finally:
-            for setting, value in zip(newer, before, strict=True):
-                setting.fp32_precision = value
-        return
-    torch.set_float32_matmul_precision("high")
-    cudnn.allow_tf32 = True
-    try:
+            products, convolutions = torch.get_float32_matmul_precision(), cudnn.allow_tf32
+        except RuntimeError:
+            for setting in newer:
+                stack.callback(setattr, setting, "fp32_precision", setting.fp32_precision)
+                setting.fp32_precision = "tf32"
+        else:
+            stack.callback(torch.set_float32_matmul_precision, products)
+            stack.callback(setattr, cudnn, "allow_tf32", convolutions)
+            torch.set_float32_matmul_precision("high")
+            cudnn.allow_tf32 = True
         yield
-    finally:
-        torch.set_float32_matmul_precision(products)
-        cudnn.allow_tf32 = convolutions
 
 
 def tf32_is_allowed() -> bool:
@@ -424,6 +419,16 @@ def write_memory_snapshot(path: Path) -> None:
     torch.cuda.memory._dump_snapshot(str(path))
 
 
+_OF_TENSORS = frozenset(dir(Tensor))
+
+
+def changes_its_first(func: Any) -> bool:
+    """Whether a function of PyTorch changes its first argument, as its name says: `add_`, `__iadd__`."""
+    name = getattr(func, "__name__", "")
+    is_operator = name == "__setitem__" or (name.startswith("__i") and f"__{name[3:]}" in _OF_TENSORS)
+    return is_operator or (name.endswith("_") and not name.endswith("__"))
+
+
 def in_backward() -> bool:
     """Whether this thread computes a backward, which recomputes checkpointed activations."""
     return torch._C._current_graph_task_id() != -1
@@ -438,6 +443,10 @@ def plain_beside_dtensors() -> AbstractContextManager[None]:
 
 def is_persistent(module: nn.Module, buffer: str) -> bool:
     return buffer not in module._non_persistent_buffers_set
+
+
+AnyBatchNorm = nn.modules.batchnorm._BatchNorm
+NormWithStatistics = nn.modules.batchnorm._NormBase
 
 
 # -- Random operations on DTensors on a GPU draw from a tracker. PyTorch makes it at the first one of a process, by a
@@ -471,25 +480,7 @@ def steps_taken(scheduler: LRScheduler | ReduceLROnPlateau) -> int:
     return steps
 
 
-V = TypeVar("V")
-
-
-class OfTensors(Generic[V]):
-    """A value for each tensor, by identity, also when its python object dies and comes back."""
-
-    def __init__(self) -> None:
-        from torch.utils.weak import WeakTensorKeyDictionary
-
-        self._values = WeakTensorKeyDictionary()
-
-    def set(self, tensor: Tensor, value: V) -> None:
-        self._values[tensor] = value
-
-    def get(self, tensor: Tensor) -> V | None:
-        return cast("V | None", self._values.get(tensor))
-
-    def clear(self) -> None:
-        self._values.clear()
+OfTensors = WeakTensorKeyDictionary  # a value for each tensor, also when its python object dies and comes back
 
 
 def keep_hooks(tensor: Tensor) -> None:
@@ -511,11 +502,6 @@ def share_hooks(parameter: nn.Parameter, former: nn.Parameter) -> None:
 
 def has_hooks(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
-def changes_gradients(parameter: nn.Parameter) -> bool:
-    """Whether a hook is set that is given gradients before they are added up (`register_hook`)."""
-    return bool(parameter._backward_hooks)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ use the shards, and numbers read from them (`item()`) are those of the whole ten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from inspect import getattr_static
 from types import GetSetDescriptorType
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter, tree_map
 
-from dream_trainer.compat.pytorch import OfTensors, plain_beside_dtensors
+from dream_trainer.compat.pytorch import OfTensors, changes_its_first, plain_beside_dtensors
 
 _PROPERTIES: dict[str, Any] = {
     name: found for name in dir(Tensor) if isinstance(found := getattr_static(Tensor, name), GetSetDescriptorType)
@@ -56,7 +56,7 @@ _RANDOM = {
     for name in ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "random", "uniform")
 }  # each rank draws all numbers, as one process does
 _SHARES_MEMORY = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.share_memory_}
-_places = OfTensors["tuple[TouchableShards, Any, Any]"]()
+_places: MutableMapping[Tensor, tuple[TouchableShards, Any, Any]] = OfTensors()
 """For each touchable shard: the TouchableShards, PyTorch's group and its FSDPParam."""
 
 
@@ -97,7 +97,7 @@ class TouchableShard(DTensor):
                 return args[1].setdefault(id(first), _copied(first))
             if func in _FACTORIES:
                 return func(first._local_tensor, *args[1:], **kwargs)
-            if _changes_its_first(func):
+            if changes_its_first(func):
                 return _write(func, first, args, kwargs)
         if any(_is_other_shard(value) for value in tree_iter((args, kwargs))):
             return _of_shards(func, args, kwargs)
@@ -155,7 +155,7 @@ class TouchableShards:
         """From now on the parameters of a group can be touched while `let_touch` allows it."""
         for parameter in group.fsdp_params:
             parameter.__class__ = TouchableParameter
-            _places.set(parameter.sharded_param, (self, group, parameter))
+            _places[parameter.sharded_param] = self, group, parameter
             self._shards.append(parameter.sharded_param)
 
     def let_touch(self, allowed: bool) -> None:
@@ -197,7 +197,7 @@ def _of_shards(func: Any, args: Any, kwargs: Any) -> Any:
         args = args[0], _cut_as(args[0], args[1])
     elif func == _GET_GRAD:
         return _as_value(_as_shards(func, args, kwargs))
-    if args and isinstance(args[0], DTensor) and _changes_its_first(func):  # which cannot get another layout
+    if args and isinstance(args[0], DTensor) and changes_its_first(func):  # which cannot get another layout
         plain = [isinstance(v, Tensor) and not isinstance(v, DTensor) and v.shape == args[0].shape for v in args]
         args = tuple(_cut_as(args[0], v) if is_plain else v for v, is_plain in zip(args, plain, strict=True))
     with torch._C.DisableTorchFunctionSubclass(), plain_beside_dtensors():
@@ -239,7 +239,7 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     args, kwargs = tree_map(_whole, (args, kwargs))
     if not torch.is_grad_enabled() and any(isinstance(value, DTensor) for value in tree_iter((args, kwargs))):
         return _of_shards(func, args, kwargs)  # of split layers
-    saved = _place(touched[0])[1].saved_weights if touched else None
+    saved = _place(touched[0])[1]._local_gradients.saved if touched else None
     if saved is None or not saved.begin():
         return func(*args, **kwargs)
     try:
@@ -284,7 +284,7 @@ def _alias(func: Any, shard: Any) -> Any:
     """What `detach()` and `data` give: written to it is a shard, and read the whole parameter."""
     result = _as_shards(func, (shard,), {})
     result.__class__ = TouchableShard
-    _places.set(result, _place(shard))
+    _places[result] = _place(shard)
     return result
 
 
@@ -314,9 +314,3 @@ def _write(func: Any, shard: Any, args: Any, kwargs: Any) -> Any:
     _as_shards(func, args, kwargs) if not is_plain else _of_shards(func, args, kwargs)
     group.is_stale = group.is_unsharded
     return shard
-
-
-def _changes_its_first(func: Any) -> bool:
-    """Whether a function of PyTorch changes its first argument: such ones end in an underscore."""
-    name = getattr(func, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dream_trainer.compat.pytorch import tree_iter, tree_map
+from dream_trainer.compat.pytorch import changes_its_first, tree_iter, tree_map
 
 # factories whose result holds no values yet
 EMPTY = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
@@ -46,30 +46,17 @@ DRAWS = {  # functions whose result is random
 
 CASTS = {"to", "type", "double", "float", "half", "bfloat16", "clone", "contiguous"}  # other memory, maybe other dtype
 
-_INPLACE_OPERATORS = {
-    *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__imatmul__"),
-    *("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__idiv__"),
-}
-
 
 def name_of(func: Callable[..., Any]) -> str:
     """The function's own name; for a property's getter or setter `__get__` or `__set__`."""
     return str(getattr(func, "__name__", ""))
 
 
-def property_of(func: Callable[..., Any]) -> str:
-    """Which property a `__get__` or `__set__` belongs to; each access makes a new one, which has no identity."""
-    descriptor: Any = func
-    return str(descriptor.__self__.__name__)
-
-
 def targets(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that a call writes values into, as far as its name tells."""
-    name = name_of(func)
     if kwargs.get("out") is not None:
         return list(tensor_leaves(kwargs["out"]))
-    ends_in_place = name.endswith("_") and not name.endswith("__") and name not in METADATA
-    if ends_in_place or name == "__setitem__" or name in _INPLACE_OPERATORS or kwargs.get("inplace") is True:
+    if (changes_its_first(func) and name_of(func) not in METADATA) or kwargs.get("inplace") is True:
         first = args[0] if args else next(iter(kwargs.values()))
         return list(tensor_leaves(first))
     return []
@@ -88,31 +75,3 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
         return function(leaf)
 
     return tree_map(mapped, value, is_leaf=lambda part: isinstance(part, torch.Size))  # else it gets a plain tuple
-
-
-def split_move(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[torch.device | None, tuple[Any, ...], dict[str, Any]] | None:
-    """Splits `tensor.to(...)` into the device it names and the rest; None if it asks for meta, which stays a call."""
-    if name == "cpu":
-        return torch.device("cpu"), args[:1], {}
-    rest, kwargs = list(args[1:]), dict(kwargs)
-    other = kwargs.pop("other", None)
-    if other is None and rest and isinstance(rest[0], Tensor):
-        other = rest.pop(0)
-    if other is not None:
-        return torch.device("cpu") if other.is_meta else other.device, (args[0], other.dtype, *rest), kwargs
-    named = kwargs.pop("device", None)
-    if rest and (rest[0] is None or (isinstance(rest[0], (str, int, torch.device)) and not isinstance(rest[0], bool))):
-        named = rest.pop(0)
-    device = None if named is None else torch.device(named)
-    if device is not None and device.type == "meta":
-        return None
-    if rest and rest[0] is None:
-        rest.pop(0)
-    if kwargs.get("dtype", 0) is None:
-        kwargs.pop("dtype")
-    kwargs.pop("non_blocking", None)
-    if rest and not isinstance(rest[0], torch.dtype):
-        rest = []  # only non_blocking and copy can follow
-    return device, (args[0], *rest[:1]), kwargs

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from types import FunctionType, MethodType, ModuleType
@@ -135,15 +136,10 @@ def _children(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, MethodType):
         yield f"{name}.__self__", value.__self__
     elif isinstance(value, FunctionType):
-        yield from ((f"{name}.<closure>", cell.cell_contents) for cell in value.__closure__ or () if _is_filled(cell))
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # it is empty
+                yield f"{name}.<closure>", cell.cell_contents
     else:
         passed_over = _OF_MODULES if isinstance(value, nn.Module) else ()
         attributes = getattr(value, "__dict__", {})
         yield from ((f"{name}.{key}", child) for key, child in list(attributes.items()) if key not in passed_over)
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,18 +40,7 @@ class Plan:
     by_name: dict[str, _Note] = field(default_factory=dict)
     attributes: list[tuple[Tensor, _Note]] = field(default_factory=list)
     values: Replay = field(default_factory=lambda: Replay())
-    _parameters: dict[int, tuple[Callable[[], Tensor | None], str]] = field(default_factory=dict)
-
-    def note_parameter(self, tensor: Tensor, name: str) -> None:
-        """Remembers a parameter of the models, as they were before they were sharded."""
-        # One on meta takes no room, and could not be swapped for a real one if something referred to it weakly.
-        remembered = (lambda: tensor) if tensor.is_meta else weakref.ref(tensor)
-        self._parameters.setdefault(id(tensor), (remembered, name))
-
-    def former_name(self, tensor: Tensor) -> str | None:
-        """The name of a tensor that was a parameter before the models were sharded; None if it was none."""
-        found = self._parameters.get(id(tensor))
-        return found[1] if found is not None and found[0]() is tensor else None
+    parameters: dict[int, tuple[Callable[[], Tensor | None], str]] = field(default_factory=dict)
 
 
 class Replay:
@@ -58,7 +48,26 @@ class Replay:
 
     def fill(self, group: list[MetaPlace], tape: Tape, device: torch.device) -> None:
         """Replays one storage and gives every tensor that looks at it its values."""
-        _fill(group, tape, device)
+        storage, used_uninitialised = tape.history.replay(group[0].note.ref)
+        for place in group:
+            _check(place, place.note.ref.view(storage), used_uninitialised, tape)
+        plain = [place for place in group if place.part is None]
+        shared: torch.UntypedStorage | None = None
+        refs = [place.note.ref for place in plain]
+        if len(refs) > 1 or any(ref.size.numel() * ref.dtype.itemsize == storage.nbytes() for ref in refs):
+            shared = storage
+            if device.type != "cpu":
+                shared = torch.empty(0, dtype=torch.uint8).set_(storage).to(device).untyped_storage()
+        for place in group:
+            full = place.note.ref.view(storage)
+            if place.part is not None:
+                _cut(full, place.part)
+                put(place, place.part)
+            elif shared is not None:
+                put(place, place.note.ref.view(shared))
+            else:
+                values = torch.empty_strided(full.size(), full.stride(), dtype=full.dtype, device=device)
+                put(place, values.copy_(full))
 
     def settle(self, model: nn.Module, device: torch.device) -> None:
         """Also lets FSDP and recurrent modules take note of their new parameters."""
@@ -83,7 +92,9 @@ def remember(models: Mapping[str, nn.Module], tape: Tape) -> Plan:
             for name, tensor in _named_tensors(module):
                 fqn = f"{prefix}.{name}"
                 if isinstance(tensor, nn.Parameter):
-                    plan.note_parameter(tensor, fqn)
+                    # One on meta takes no room, and could not be swapped for a real one if it was referred to weakly.
+                    kept = partial(lambda one: one, tensor) if tensor.is_meta else weakref.ref(tensor)
+                    plan.parameters.setdefault(id(tensor), (kept, fqn))
                 if tensor.is_meta:
                     note = _Note(tape.history.ref(tensor), fqn, isinstance(tensor, nn.Parameter))
                     plan.by_owner.setdefault((module, name), note)
@@ -121,8 +132,8 @@ def _refuse_left_behind(models: Mapping[str, nn.Module], plan: Plan) -> None:
     for model_name, model in models.items():
         for prefix, module in model.named_modules(prefix=model_name):
             for name, tensor in _attributes(module):
-                former = plan.former_name(tensor)
-                if former is not None and id(tensor) not in now:
+                kept, former = plan.parameters.get(id(tensor), (None, ""))
+                if kept is not None and kept() is tensor and id(tensor) not in now:
                     raise InitError(
                         f"{prefix}.{name} holds the parameter {former} a second time, and would "
                         "keep its state before sharding, which is not trained. Keep its name there, "
@@ -154,29 +165,6 @@ def _places(models: Mapping[str, nn.Module], plan: Plan) -> list[MetaPlace]:
     plan.attributes.clear()  # a second reference to a tensor would forbid swapping it
     plan.by_owner.clear()
     return [*attributes.values(), *places.values()]
-
-
-def _fill(group: list[MetaPlace], tape: Tape, device: torch.device) -> None:
-    storage, used_uninitialised = tape.history.replay(group[0].note.ref)
-    for place in group:
-        _check(place, place.note.ref.view(storage), used_uninitialised, tape)
-    plain = [place for place in group if place.part is None]
-    shared: torch.UntypedStorage | None = None
-    refs = [place.note.ref for place in plain]
-    if len(refs) > 1 or any(ref.size.numel() * ref.dtype.itemsize == storage.nbytes() for ref in refs):
-        shared = storage
-        if device.type != "cpu":
-            shared = torch.empty(0, dtype=torch.uint8).set_(storage).to(device).untyped_storage()
-    for place in group:
-        full = place.note.ref.view(storage)
-        if place.part is not None:
-            _cut(full, place.part)
-            put(place, place.part)
-        elif shared is not None:
-            put(place, place.note.ref.view(shared))
-        else:
-            values = torch.empty_strided(full.size(), full.stride(), dtype=full.dtype, device=device)
-            put(place, values.copy_(full))
 
 
 def _check(place: MetaPlace, full: Tensor, used_uninitialised: bool, tape: Tape) -> None:

@@ -68,9 +68,7 @@ class _Storage:
 
 
 class RecordedCalls:
-    """An append-only list of calls, and the means to run again those that one tensor depends on.
-
-    Each draws from a generator seeded by (seed, its number), whatever the rank and the tensors that are replayed."""
+    """A list of calls, of which those that one tensor depends on can run again: each draws by (seed, its number)."""
 
     def __init__(self, seed: int) -> None:
         self._first_seed = hash_seed(b"draw", seed)
@@ -84,7 +82,7 @@ class RecordedCalls:
         if storage_id(tensor) not in self.storages:
             self.append_source(tensor)
             self.foreign.add(storage_id(tensor))
-        return self._ref(tensor)
+        return self.look(tensor)
 
     def knows(self, tensor: Tensor) -> bool:
         return storage_id(tensor) in self.storages
@@ -101,14 +99,10 @@ class RecordedCalls:
     def append_source(self, tensor: Tensor) -> None:
         """Records `tensor` (on meta) as allocated and not yet written."""
         count = tensor.untyped_storage().nbytes() // tensor.element_size()
-        outputs = ((0, self._ref(tensor)),)
+        outputs = ((0, self.look(tensor)),)
         kwargs = {"dtype": tensor.dtype}
         op = Op(_uninitialised, (count,), kwargs, outputs, (), (), None, torch.get_default_dtype(), is_source=True)
         self.append(op, [tensor])
-
-    def output(self, position: int, tensor: Tensor) -> tuple[int, Ref]:
-        """Describes one new tensor of a call that is about to be appended."""
-        return position, self._ref(tensor)
 
     def is_untouched(self, ref: Ref) -> bool:
         return all(self.ops[number].is_source for number in self.storages[ref.storage].writers)
@@ -154,7 +148,8 @@ class RecordedCalls:
             real = torch.UntypedStorage(self.storages[ref.storage].meta.nbytes())
         return real, any(self.ops[number].is_source for number in numbers)
 
-    def _ref(self, tensor: Tensor) -> Ref:
+    def look(self, tensor: Tensor) -> Ref:
+        """How `tensor` looks at its storage, recorded or not."""
         if tensor.is_neg():
             raise InitError(
                 "A lazily negated view (the imaginary part of a conjugate) cannot be replayed. "

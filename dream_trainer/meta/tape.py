@@ -35,8 +35,6 @@ from dream_trainer.meta.functions import (
     READS,
     map_leaves,
     name_of,
-    property_of,
-    split_move,
     targets,
     tensor_leaves,
 )
@@ -148,12 +146,16 @@ class Recorder(TorchFunctionMode):
             return self._property(func, args)
         if name in READS or name in QUIET_WRITES:
             return self._read(func, args, kwargs)
-        if name in ("to", "cpu") and (moved := split_move(name, args, kwargs)) is not None:
-            device, args, kwargs = moved
-            if not args[0].is_meta or (device is not None and device.type != "cpu"):
-                return self._read(func, (args[0], device, *args[1:]), kwargs)
-            if len(args) == 1 and not kwargs:
+        if name == "cpu":
+            return args[0]
+        if name == "to":
+            kept: dict[str, Any] = {key: kwargs.pop(key) for key in ("copy", "memory_format") if key in kwargs}
+            moved = func(*map_leaves(_example, args), **map_leaves(_example, kwargs))
+            if moved.device.type not in ("cpu", "meta") or not args[0].is_meta:
+                return self._read(func, (args[0], moved.device, moved.dtype), kept)
+            if moved.dtype == args[0].dtype and not kept:
                 return args[0]
+            args, kwargs = (args[0], moved.dtype), kept
         if name == "cuda":
             return self._read(func, args, kwargs)
         if name == "__deepcopy__":
@@ -174,9 +176,9 @@ class Recorder(TorchFunctionMode):
             return self._read(func, args, kwargs, written)
         return self._record(func, args, kwargs, written)
 
-    def _property(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def _property(self, func: Any, args: tuple[Any, ...]) -> Any:
         """Properties alias or describe; those of the device tell what the code would see without the tape."""
-        name, tensor = property_of(func), args[0]
+        name, tensor = func.__self__.__name__, args[0]
         if name_of(func) == "__set__":
             # A real tensor without elements is such as the parameter of a lazy module, which cannot be asked.
             is_empty = not tensor.is_meta and (is_lazy(tensor) or tensor.numel() == 0)
@@ -295,7 +297,7 @@ class Recorder(TorchFunctionMode):
         for position, leaf in enumerate(tensor_leaves(result)):
             if leaf.is_meta and not self.history.knows(leaf):
                 new.append(leaf)
-                outputs.append(self.history.output(position, leaf))
+                outputs.append((position, self.history.look(leaf)))
 
         refs: list[Ref] = []
 
@@ -348,6 +350,13 @@ def _is_opaque(tensor: Tensor) -> bool:
     cls: Any = type(tensor)
     plain: Any = Tensor
     return cls.__torch_dispatch__ is not plain.__torch_dispatch__
+
+
+def _example(leaf: Any) -> Any:
+    """A tensor of the type and device that `leaf` seems to have."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty(0, dtype=leaf.dtype, device="cpu" if leaf.is_meta else leaf.device)
 
 
 def _to_meta(leaf: Any) -> Any:

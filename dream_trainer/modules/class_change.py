@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch.nn as nn
@@ -27,19 +26,16 @@ def change_class(module: nn.Module, change: type[Changed], key: Any = None, **at
     if any(_classes.get((change, base, key)) in cls.__mro__ for base in cls.__mro__):
         return  # two models have it
     if (change, cls, key) not in _classes:
-        body = {"__module__": cls.__module__, "__doc__": cls.__doc__, "forward": _forward(change, cls)} | attributes
+        body = {"__module__": cls.__module__, "__doc__": cls.__doc__} | attributes
+        if change.forward is not nn.Module.forward:
+
+            def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+                return change.forward(self, *args, **kwargs)
+
+            forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]  # `generate` asks for it
+            body["forward"] = forward
         _classes[change, cls, key] = type(f"{change.__name__}{cls.__name__}", (change, cls), body)
     module.__class__ = _classes[change, cls, key]
-
-
-def _forward(change: type[Changed], cls: type[nn.Module]) -> Callable[..., Any]:
-    """The forward of `change`, with the signature that `cls` has: transformers' `generate` asks for it."""
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return change.forward(self, *args, **kwargs)
-
-    forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
-    return forward
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:

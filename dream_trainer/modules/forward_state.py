@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,40 +20,78 @@ class ForwardState:
     """As it is now, to be put back."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        modules = dict.fromkeys(module for model in models for module in model.modules())
-        self._buffers = [(module, dict(module.named_buffers(recurse=False))) for module in modules]
-        self._attributes = [(module, _plain(module)) for module in modules]
-        tensors = [value for _, values in (*self._buffers, *self._attributes) for value in values.values()]
-        self._values = [
-            (value, value.detach().clone())
-            for value in tensors
-            if isinstance(value, Tensor) and not value.is_inference()  # these cannot be written to
-        ]
-        of_modules = [value for _, values in self._attributes for value in values.values()]
-        self._lists = [(value, list(value)) for value in of_modules if isinstance(value, list)]
-        self._dicts = [(value, dict(value)) for value in of_modules if isinstance(value, dict)]
+        self._contents: list[tuple[Any, Any]] = []  # each container with its content
+        for module in dict.fromkeys(module for model in models for module in model.modules()):
+            own = module._buffers if isinstance(module._buffers, dict) else None  # as of a torch.jit.ScriptModule
+            for values in (vars(module), dict(module.named_buffers(recurse=False)) if own is None else own):
+                content = content_of(values)
+                inside = containers_in(tuple(content.values()))
+                self._contents += [(values, content), *((container, content_of(container)) for container in inside)]
+        tensors = {id(tensor): tensor for _, content in self._contents for tensor in tensors_in(content)}
+        self._values = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
 
     @torch.no_grad()
     def put_back(self) -> None:
         for tensor, value in self._values:
             tensor.detach().copy_(value)
-        for module, buffers in self._buffers:
-            for name, buffer in buffers.items():
-                setattr(module, name, buffer)
-        for module, attributes in self._attributes:
-            for name in _plain(module).keys() - attributes.keys():
-                del vars(module)[name]
-            vars(module).update(attributes)
-        for entries, before in self._lists:
-            entries[:] = before
-        for mapping, items in self._dicts:
-            mapping.clear()
-            mapping.update(items)
+        put_back(self._contents)
 
 
-def _plain(module: nn.Module) -> dict[str, Any]:
-    """Attributes set on it, except those that `nn.Module` and similar classes keep under private names."""
-    return {name: value for name, value in vars(module).items() if not name.startswith("_")}
+# Internals of `nn.Module`, including parameters, which a second run uses as they are then.
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+
+
+def put_back(before: list[tuple[Any, Any]]) -> None:
+    for container, content in before:
+        fill(container, content)
+
+
+def containers_in(tree: Any) -> Iterator[Any]:
+    """The lists, dicts, sets and deques in `tree`, from the outermost."""
+    if isinstance(tree, list | dict | set | deque):
+        yield tree
+    if isinstance(tree, list | tuple | dict | deque):
+        for child in tree.values() if isinstance(tree, dict) else tree:
+            yield from containers_in(child)
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """The tensors in `tree` that a forward may write numbers into: no parameters."""
+    if isinstance(tree, Tensor):
+        if not isinstance(tree, nn.Parameter) and not tree.is_inference() and not tree.is_meta:
+            yield tree
+    elif isinstance(tree, list | tuple | dict | deque):
+        for child in tree.values() if isinstance(tree, dict) else tree:
+            yield from tensors_in(child)
+
+
+def content_of(container: Any) -> Any:
+    """A flat copy; of a module's attributes without those of `nn.Module`."""
+    if isinstance(container, dict):
+        if "_modules" in container:
+            return {name: value for name, value in container.items() if name not in _OF_MODULES}
+        return dict(container)
+    return set(container) if isinstance(container, set) else list(container)
+
+
+def fill(container: Any, content: Any) -> None:
+    """Makes a container hold what `content` does; one that does already is not touched."""
+    if isinstance(container, set):
+        if container != content:
+            container.clear()
+            container.update(content)
+    elif isinstance(container, dict):
+        now = content_of(container)
+        for name in now.keys() - content.keys():
+            del container[name]
+        for name, value in content.items():
+            if name not in now or now[name] is not value:
+                container[name] = value
+    elif not any(isinstance(value, nn.Parameter) for value in container):
+        is_same = len(container) == len(content) and all(map(operator.is_, container, content))
+        if not is_same:
+            container.clear()
+            container.extend(content)
 
 
 @contextmanager

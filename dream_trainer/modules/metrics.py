@@ -9,18 +9,12 @@ import copy
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dream_trainer.distributed.ranks import Ranks
-
-
-class _List(NamedTuple):
-    length: int  # of a state that is a list, as one rank holds it
-    dtype: torch.dtype | None  # of its first entry, if that is a tensor
-    shape: tuple[int, ...]  # of that entry
 
 
 def is_metric(value: Any) -> bool:
@@ -113,11 +107,10 @@ def _exchanged(metrics: Sequence[Any], world: Ranks) -> Iterator[None]:
             metric.dist_sync_fn = gather
             for key, state in states.items():
                 described = [rank[index][key] for rank in ranks]
-                lacking = max(other.length for other in described) - len(state)
-                example = next((other for other in described if other.dtype is not None), None)
+                lacking = max(length for length, _ in described) - len(state)
+                example = next((filler for _, filler in described if filler is not None), None)
                 if lacking and example is not None:
-                    shape = (0, *example.shape[1:])  # fits the others if a metric joins its own entries first
-                    filler = torch.empty(shape, dtype=example.dtype, device=metric.device)
+                    filler = example.to(metric.device)
                     fillers.append(filler)
                     setattr(metric, key, [*state, *[filler] * lacking])
         yield
@@ -128,7 +121,7 @@ def _exchanged(metrics: Sequence[Any], world: Ranks) -> Iterator[None]:
                 setattr(metric, key, state)
 
 
-def _described(state: list[Any]) -> _List:
-    if state and isinstance(state[0], Tensor):
-        return _List(len(state), state[0].dtype, tuple(state[0].shape))
-    return _List(len(state), None, ())
+def _described(state: list[Any]) -> tuple[int, Tensor | None]:
+    """Its length, and what fills it up: no rows, which fit the others if a metric joins its own entries first."""
+    first = state[0] if state else None
+    return len(state), torch.empty(0, *first.shape[1:], dtype=first.dtype) if isinstance(first, Tensor) else None

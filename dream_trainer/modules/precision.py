@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from dream_trainer.compat.pytorch import tf32_products, with_parameters
+from dream_trainer.compat.pytorch import NormWithStatistics, tf32_products, with_parameters
 from dream_trainer.modules.class_change import Changed, change_class
 
 if TYPE_CHECKING:
@@ -45,14 +45,8 @@ def under_autocast(
     step: Callable[[Any, int], Any], parameters: DeviceParameters, device: torch.device
 ) -> Callable[[Any, int], Any]:
     """`step`, computing in the configured type; `step` itself if that is the parameters' own."""
-    if half_dtype(parameters) is None:
-        return step
-    context = autocast(parameters, device)
-
-    def inside(batch: Any, batch_idx: int) -> Any:
-        with context:
-            return step(batch, batch_idx)
-
+    context: Any = autocast(parameters, device)
+    inside: Callable[[Any, int], Any] = step if half_dtype(parameters) is None else context(step)
     return inside
 
 
@@ -87,13 +81,6 @@ def float32_products(
         yield
 
 
-_KEEP_STATISTICS = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-)
-_ONE_TYPE_ON_CPU = (nn.LayerNorm, nn.GroupNorm)
-
-
 # -- Norm layers of a model that gathers its parameters in half precision.
 #
 # Batch norm's running statistics stay float32 while parameters are in half precision, and no kernel takes both. The
@@ -113,7 +100,7 @@ class Float32Norm(Changed):
 
 def norms_in_float32(model: nn.Module, device: torch.device) -> None:
     """Makes the norms of `model` that would fail on `device` compute in float32."""
-    kinds = _KEEP_STATISTICS + (_ONE_TYPE_ON_CPU if device.type == "cpu" else ())
+    kinds = (NormWithStatistics, nn.LayerNorm, nn.GroupNorm) if device.type == "cpu" else NormWithStatistics
     for module in model.modules():
         if isinstance(module, kinds):
             change_class(module, Float32Norm)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 import random
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn as nn
@@ -19,6 +18,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from dream_trainer.compat.pytorch import StopRecomputation, function_modes, operation
 from dream_trainer.errors import StepError
 from dream_trainer.modules.class_change import Changed, change_class, own_class
+from dream_trainer.modules.forward_state import containers_in, content_of, fill, put_back, tensors_in
 
 
 class Recomputed(Changed):
@@ -39,16 +39,17 @@ class Recomputed(Changed):
         if self._moves is None:
             self._moves = Moves()
         call = BlockCall(self, super().forward, (args, kwargs), self._moves)
-        contexts = partial(call.contexts, self._contexts)
         saves_too_early = any(isinstance(module, nn.RReLU) for module in self.modules())  # and then draws its noise
         with set_checkpoint_early_stop(not call.is_watched and not saves_too_early):
-            output = checkpoint(call.run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+            output = checkpoint(call.run, *args, use_reentrant=False, context_fn=call.contexts, **kwargs)
         call.has_run(output)
         return output
 
 
 class BlockCall:
     """One call of a block: its first run, and a second one, as if at the same time, in each backward through it."""
+
+    last: ClassVar[weakref.ref[Recomputed] | None] = None  # the block of this process that was computed again last
 
     def __init__(self, block: Recomputed, forward: Callable[..., Any], given: Any, moves: Moves) -> None:
         self._block, self._forward = block, forward
@@ -62,9 +63,10 @@ class BlockCall:
         self._found: list[tuple[Tensor, int]] | None = None
         self._again: ExitStack | None = None
 
-    def contexts(self, own: Callable[[], tuple[Any, Any]] | None) -> tuple[Any, Any]:
-        """The contexts of the first and of each second run; `own` makes those of selective checkpointing."""
-        first, self._inner = (nullcontext(), nullcontext()) if own is None else own()
+    def contexts(self) -> tuple[Any, Any]:
+        """The contexts of the first and of each second run."""
+        selective = self._block._contexts
+        first, self._inner = (nullcontext(), nullcontext()) if selective is None else selective()
         return first, self
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +82,7 @@ class BlockCall:
             self._expected = _values(output)
 
     def __enter__(self) -> None:
-        _calls.last = weakref.ref(self._block)
+        BlockCall.last = weakref.ref(self._block)
         self._found = None
         with ExitStack() as stack:
             for parameter, required in self._flags:
@@ -115,18 +117,9 @@ _REMEDY = (
 )
 
 
-class _Calls:
-    """The calls of this process's blocks."""
-
-    last: Callable[[], Recomputed | None] | None = None  # the block that was computed again last
-
-
-_calls = _Calls()
-
-
 def mismatch(error: Exception) -> StepError:
     """Our error for PyTorch's, that a second run saved something else than the first."""
-    block = None if _calls.last is None else _calls.last()
+    block = None if BlockCall.last is None else BlockCall.last()
     name = "a block" if block is None else named(block)
     return StepError(f"{name} does something else when it is computed again: {str(error).splitlines()[0]} {_REMEDY}")
 
@@ -176,9 +169,6 @@ def recompute(module: nn.Module, keep: Sequence[str] = (), name: str = "") -> No
 # and copies the tensors that a forward writes into.
 
 
-# Internals of `nn.Module`, including parameters, which a second run uses as they are then.
-_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
-
 Key = tuple[int, str]  # the place of a module in its block, and the name of an attribute or a buffer
 
 
@@ -211,17 +201,14 @@ class BlockState:
         )
         self._copies = {id(tensor): _copy(tensor) for key, tensor in self._noted if self.is_new or key in moves.written}
         self._n_own = len(self._contents)
-        self._contents += [(container, _content(container)) for container in _containers(given)]
+        self._contents += [(container, content_of(container)) for container in containers_in(given)]
 
     def _note(self, attributes: dict[str, Any], index: int) -> None:
-        content = _content(attributes)
+        content = content_of(attributes)
         self._contents.append((attributes, content))
         for name, value in content.items():
-            if isinstance(value, Tensor):
-                self._noted += [((index, name), tensor) for tensor in tensors_in((value,))]
-            elif isinstance(value, list | dict | tuple | set | deque):
-                for container in _containers(value):
-                    self._contents.append((container, _content(container)))
+            if isinstance(value, Tensor | list | dict | tuple | set | deque):
+                self._contents += [(container, content_of(container)) for container in containers_in(value)]
                 self._noted += [((index, name), tensor) for tensor in tensors_in(value)]
 
     def look(self, block: str) -> None:
@@ -246,87 +233,26 @@ class BlockState:
 
     def let_graphs_go(self) -> None:
         """Keeps only the values of tensors that earlier forwards left on modules, since their graphs hold memory."""
-        for _, content in self._contents[: self._n_own]:
-            if isinstance(content, dict):
-                for name, value in content.items():
-                    if isinstance(value, Tensor) and value.grad_fn is not None:
-                        content[name] = _without_graph(value)
-            elif isinstance(content, list):
-                content[:] = [
-                    _without_graph(value) if isinstance(value, Tensor) and value.grad_fn is not None else value
-                    for value in content
-                ]
+        own = self._contents[: self._n_own]
+        values = (value for _, content in own for value in (content.values() if isinstance(content, dict) else content))
+        graphs = [value for value in values if isinstance(value, Tensor) and value.grad_fn is not None]
+        if graphs:
+            bare = {id(value): value.detach().requires_grad_(value.requires_grad) for value in graphs}
+            self._contents[: self._n_own] = [(container, _replaced(content, bare)) for container, content in own]
 
     def put_in_place(self) -> list[tuple[Any, Any]]:
         """Puts a copy of this state in the block's place; gives what was there, for `put_back`."""
-        before = [(container, _content(container)) for container, _ in self._contents]
+        before = [(container, content_of(container)) for container, _ in self._contents]
         fresh = {number: _copy(copy) for number, copy in self._copies.items()}
         for container, content in self._contents:
-            _fill(container, _replaced(content, fresh) if fresh else content)
+            fill(container, _replaced(content, fresh) if fresh else content)
         return before
-
-
-def put_back(before: list[tuple[Any, Any]]) -> None:
-    for container, content in before:
-        _fill(container, content)
-
-
-def _containers(tree: Any) -> Iterator[Any]:
-    """The lists, dicts, sets and deques in `tree`, from the outermost."""
-    if isinstance(tree, list | dict | set | deque):
-        yield tree
-    if isinstance(tree, list | tuple | dict | deque):
-        for child in tree.values() if isinstance(tree, dict) else tree:
-            yield from _containers(child)
-
-
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """The tensors in `tree` that a forward may write numbers into: no parameters."""
-    if isinstance(tree, Tensor):
-        if not isinstance(tree, nn.Parameter) and not tree.is_inference() and not tree.is_meta:
-            yield tree
-    elif isinstance(tree, list | tuple | dict | deque):
-        for child in tree.values() if isinstance(tree, dict) else tree:
-            yield from tensors_in(child)
-
-
-def _content(container: Any) -> Any:
-    """A flat copy; of a module's attributes without those of `nn.Module`."""
-    if isinstance(container, dict):
-        if "_modules" in container:
-            return {name: value for name, value in container.items() if name not in _OF_MODULES}
-        return dict(container)
-    return set(container) if isinstance(container, set) else list(container)
-
-
-def _fill(container: Any, content: Any) -> None:
-    """Makes a container hold what `content` does; one that does already is not touched."""
-    if isinstance(container, set):
-        if container != content:
-            container.clear()
-            container.update(content)
-    elif isinstance(container, dict):
-        now = _content(container)
-        for name in now.keys() - content.keys():
-            del container[name]
-        for name, value in content.items():
-            if name not in now or now[name] is not value:
-                container[name] = value
-    elif not any(isinstance(value, nn.Parameter) for value in container):
-        is_same = len(container) == len(content) and all(map(operator.is_, container, content))
-        if not is_same:
-            container.clear()
-            container.extend(content)
 
 
 def _replaced(content: Any, fresh: Mapping[int, Tensor]) -> Any:
     if isinstance(content, dict):
         return {name: fresh.get(id(value), value) for name, value in content.items()}
     return content if isinstance(content, set) else [fresh.get(id(value), value) for value in content]
-
-
-def _without_graph(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 @torch.no_grad()

@@ -81,14 +81,11 @@ class GroupParameters:
 class Placed:
     """One trainable parameter and the properties that decide its group."""
 
-    names: tuple[str, ...]  # several if it is tied; the first one is used
-    parameter: nn.Parameter | None  # None if another stage has it
+    of: Described
     group: GroupParameters | None  # the first that matches
     decays: bool
     depth: int | None  # under `layer_decay`: 0 below the first block, then its block's number
     scale: float  # factor of the learning rate by depth
-    is_matrix: bool
-    is_hidden_matrix: bool  # inside a block, and neither an embedding nor a normalisation weight
 
 
 def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:
@@ -113,7 +110,7 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:
         require_match("freeze", pattern, [names for names, _ in named])
     frozen = []
     for names, parameter in named:
-        if matches_any(patterns, names):
+        if matches(patterns, names):
             parameter.requires_grad_(False)
             frozen.append(names[0])
     return frozen
@@ -161,20 +158,12 @@ def parameter_groups(
         ConfigError: A pattern matches nothing (or only what earlier patterns match), nothing is trainable, or
             `layer_decay` is set and there are no blocks.
     """
-    placed = place(
-        model,
-        groups=groups,
-        layer_decay=layer_decay,
-        decay_vectors=decay_vectors,
-        decay_embeddings=decay_embeddings,
-        blocks=blocks,
-    )
+    placed = place(model, groups, layer_decay, decay_vectors, decay_embeddings, blocks)
     return group(placed, lr=lr, weight_decay=weight_decay)
 
 
 def place(
     model: nn.Module,
-    *,
     groups: Sequence[GroupParameters],
     layer_decay: float | None,
     decay_vectors: bool,
@@ -189,7 +178,7 @@ def place(
             f"{type(model).__name__} has no trainable parameter. Leave some of its {len(whole.parameters)} parameters "
             "unfrozen."
         )
-    chosen = [next((group for group in groups if _matches(group.pattern, one.names)), None) for one in trainable]
+    chosen = [next((group for group in groups if matches((group.pattern,), one.names)), None) for one in trainable]
     for pattern_group in groups:
         require_match("groups", pattern_group.pattern, [one.names for one in whole.parameters])
         if not any(pattern_group is other for other in chosen):
@@ -201,14 +190,11 @@ def place(
     factor = 1.0 if layer_decay is None else layer_decay
     return [
         Placed(
-            names=one.names,
-            parameter=one.parameter,
+            one,
             group=matching,
             decays=(decay_vectors or not one.is_vector) and (decay_embeddings or not one.is_embedding),
             depth=depths.get(one.names),
             scale=factor ** (whole.n_blocks + 1 - depths[one.names]) if depths else 1.0,
-            is_matrix=one.ndim == 2,
-            is_hidden_matrix=one.ndim == 2 and one.block > 0 and not one.is_vector and not one.is_embedding,
         )
         for one, matching in zip(trainable, chosen, strict=True)
     ]
@@ -233,14 +219,10 @@ def group(placed: Iterable[Placed], *, lr: float, weight_decay: float) -> list[d
             joined.setdefault(name, {"name": name, "params": [], "lr": rate, "weight_decay": of_kind})
         name = f"{prefix}{'decay' if decay and entry.decays else 'no_decay'}"
         names.add(name)
-        if entry.parameter is not None:
-            joined[name]["params"].append((entry.names[0], entry.parameter))
+        if entry.of.parameter is not None:
+            joined[name]["params"].append((entry.of.names[0], entry.of.parameter))
     # An optimizer takes groups with names or without, and asks an empty one for them.
     return [one if one["params"] else one | {"param_names": []} for name, one in joined.items() if name in names]
-
-
-def matches_any(patterns: Iterable[str], names: tuple[str, ...]) -> bool:
-    return any(_matches(pattern, names) for pattern in patterns)
 
 
 def _depths(whole: WholeParameters, layer_decay: float) -> dict[tuple[str, ...], int]:
@@ -263,14 +245,14 @@ def _depths(whole: WholeParameters, layer_decay: float) -> dict[tuple[str, ...],
     return depths
 
 
-def _matches(pattern: str, names: tuple[str, ...]) -> bool:
-    return any(re.search(pattern, name) for name in names)
+def matches(patterns: Iterable[str], names: tuple[str, ...]) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns for name in names)
 
 
 def require_match(
     field: str, pattern: str, names: Sequence[tuple[str, ...]], what: str = "parameter of the model"
 ) -> None:
-    if any(_matches(pattern, aliases) for aliases in names):
+    if any(matches((pattern,), aliases) for aliases in names):
         return
     flat = [name for aliases in names for name in aliases]
     near = get_close_matches(re.sub(r"[\\^$()*+?]", "", pattern), flat, n=3, cutoff=0.4) or flat[:3]

@@ -234,19 +234,14 @@ def _total(parameters: ScheduleParameters, total_steps: int | None, steps_per_ep
             f"length. Set {'max_tokens' if parameters.unit == 'token' else 'max_steps or n_epochs'}, or use a schedule "
             'without an end ("constant", "inverse_sqrt") with warmup_steps as a number of steps.'
         )
-    total = _units(parameters, total_steps, steps_per_epoch)
-    if total is None:
+    if parameters.unit != "epoch":
+        return total_steps
+    if not steps_per_epoch:
         raise ConfigError(
             f'steps_per_epoch={steps_per_epoch}, and unit="epoch" needs it to count {what} in epochs. '
             'Pass the optimizer steps of one epoch, or use unit="step".'
         )
-    return total
-
-
-def _units(parameters: ScheduleParameters, total_steps: int | None, steps_per_epoch: int | None) -> int | None:
-    if total_steps is None or parameters.unit != "epoch":
-        return total_steps
-    return math.ceil(total_steps / steps_per_epoch) if steps_per_epoch else None
+    return math.ceil(total_steps / steps_per_epoch)
 
 
 def _length(value: int | float, total: int | None) -> int:
@@ -257,9 +252,8 @@ def _length(value: int | float, total: int | None) -> int:
 
 def _check_length(name: str, value: object, *, zero: bool) -> None:
     """Raises ConfigError unless `value` is a count, or a fraction below 1; 0 only if `zero`."""
-    least = 0 if zero else 1
     if isinstance(value, float):
         if not (0 < value < 1 or (zero and value == 0)):
             raise ConfigError(f"{name}={value!r} is not a fraction of the total. Use one below 1, or an integer.")
     else:
-        check_integer(name, value, minimum=least, hint=" A number below 1 is a fraction of the total.")
+        check_integer(name, value, minimum=0 if zero else 1, hint=" A number below 1 is a fraction of the total.")

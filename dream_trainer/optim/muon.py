@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from dream_trainer.compat.pytorch import all_gather_flat, local_tensor, with_local
+from dream_trainer.parallel.sharded_model import rows_of
 from dream_trainer.parallel.sharding import local_gradient
 
 # -- Whole matrices, each on one rank: parts travel to a matrix's owner in one packed all-to-all, and results travel
@@ -77,7 +78,7 @@ class MatrixExchange:
         shard, n_shards = _place(layout.shards)
         replica, n_replicas = _place(layout.replicas)
         owners = [divmod(cell, n_shards) for cell in deal(costs, n_replicas * n_shards)]
-        lengths = [_chunk_lengths(shape[layout.dim], n_shards) for shape in shapes]
+        lengths = [[rows_of(rank, shape[layout.dim], n_shards)[1] for rank in range(n_shards)] for shape in shapes]
         part_shapes = [
             [torch.Size([*shape[: layout.dim], length, *shape[layout.dim + 1 :]]) for length in lengths_of_shape]
             for shape, lengths_of_shape in zip(shapes, lengths, strict=True)
@@ -138,15 +139,7 @@ class MatrixExchange:
 
 def _place(group: ProcessGroup | None) -> tuple[int, int]:
     """(rank, number of ranks) in `group`; (0, 1) without one."""
-    if group is None:
-        return 0, 1
-    return dist.get_rank(group), dist.get_world_size(group)
-
-
-def _chunk_lengths(length: int, n_ranks: int) -> list[int]:
-    """Sizes of the ranks' parts of a dimension, as `torch.chunk` cuts; 0 for ranks without a part."""
-    longest = -(-length // n_ranks)
-    return [max(0, min(longest, length - rank * longest)) for rank in range(n_ranks)]
+    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
 
 def _views(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
@@ -258,14 +251,13 @@ class Muon(torch.optim.Muon):
         """Orthogonalises the matrix on this rank, and on every other that has a part of it."""
         from torch.distributed.tensor import DTensor, Replicate
 
-        update = with_local(parameter, self._momentum_update(parameter, group, skip).to(self.iteration_dtype))
-        if isinstance(update, DTensor):
-            mesh, placements = update.device_mesh, update.placements
-            whole = orthogonalised(update.full_tensor(), group["ns_coefficients"], group["ns_steps"], group["eps"])
-            copies = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-            update = local_tensor(copies.redistribute(placements=placements))
-        else:
-            update = orthogonalised(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        part = with_local(parameter, self._momentum_update(parameter, group, skip).to(self.iteration_dtype))
+        whole = part.full_tensor() if isinstance(part, DTensor) else part
+        update = orthogonalised(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        if isinstance(part, DTensor):
+            mesh = part.device_mesh
+            copies = DTensor.from_local(update, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            update = local_tensor(copies.redistribute(placements=part.placements))
         _move(parameter, update, group, skip)
 
     def _step_dealt(self, exchange: MatrixExchange, members: list[_Matrix], skip: Tensor | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -14,22 +14,31 @@ from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Opti
 from dream_trainer.checks import check_between, check_names, check_pattern, check_positive, refuse, spell
 from dream_trainer.config.parameter_class import PositiveFloat, PositiveInt, parameters
 from dream_trainer.errors import ConfigError
-from dream_trainer.optim.groups import GroupParameters, Placed, group, matches_any, place, require_match
+from dream_trainer.optim.groups import GroupParameters, Placed, group, matches, place, require_match
 from dream_trainer.optim.muon import Muon
 from dream_trainer.parallel.sharded_model import is_sharded
 
 _Share = Annotated[float, partial(check_between, low=0, high=1, below=True)]
 OptimizerName = Literal["adamw", "adam", "sgd", "adagrad", "rmsprop", "nadam", "adafactor", "muon"]
 
-HYPERPARAMETERS: dict[str, tuple[str, ...]] = {  # fields that each optimizer takes in addition to those that all take
-    "adamw": ("betas", "eps", "amsgrad"),
-    "adam": ("betas", "eps", "amsgrad"),
-    "sgd": ("momentum", "dampening", "nesterov"),
-    "adagrad": ("eps",),
-    "rmsprop": ("alpha", "eps", "momentum", "centered"),
-    "nadam": ("betas", "eps"),
-    "adafactor": (),
-    "muon": ("momentum", "nesterov", "ns_steps", "adjust_lr_fn", "hidden", "adamw_lr", "betas", "eps"),
+
+class _Kind(NamedTuple):
+    cls: type[Any]  # Any, since Optimizer's own constructor knows none of their keywords
+    takes: tuple[str, ...]  # fields in addition to those that all take
+    fused_on: tuple[str, ...] = ()  # devices
+
+
+_EVERYWHERE = ("cpu", "cuda", "mps", "xpu")
+_KINDS = {
+    "adamw": _Kind(AdamW, ("betas", "eps", "amsgrad"), _EVERYWHERE),
+    "adam": _Kind(Adam, ("betas", "eps", "amsgrad"), _EVERYWHERE),
+    "sgd": _Kind(SGD, ("momentum", "dampening", "nesterov"), _EVERYWHERE),
+    # Documented for CUDA in 2.13, added in an unknown earlier release; foreach is safe before.
+    "adagrad": _Kind(Adagrad, ("eps",), ("cpu", "cuda") if torch.__version__ >= "2.13" else ("cpu",)),
+    "rmsprop": _Kind(RMSprop, ("alpha", "eps", "momentum", "centered")),
+    "nadam": _Kind(NAdam, ("betas", "eps")),
+    "adafactor": _Kind(Adafactor, ()),
+    "muon": _Kind(Muon, ("momentum", "nesterov", "ns_steps", "adjust_lr_fn", "hidden", "adamw_lr", "betas", "eps")),
 }
 
 
@@ -89,11 +98,10 @@ class OptimizerParameters:
     """Factor of the learning rate from each block to the one below it. None has one rate for all."""
 
     def __post_init__(self) -> None:
-        takes = HYPERPARAMETERS[self.name]
-        for name in dict.fromkeys(name for names in HYPERPARAMETERS.values() for name in names):
+        for name in dict.fromkeys(name for kind in _KINDS.values() for name in kind.takes):
             value = getattr(self, name)
-            if name not in takes and value is not None and value != ():
-                others = spell(repr(other) for other, names in HYPERPARAMETERS.items() if name in names)
+            if name not in _KINDS[self.name].takes and value is not None and value != ():
+                others = spell(repr(other) for other, kind in _KINDS.items() if name in kind.takes)
                 raise ConfigError(f"{name}={value!r} means nothing to {self.name!r}. Leave it out, or use {others}.")
         if self.betas is not None:
             if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
@@ -115,25 +123,6 @@ class OptimizerParameters:
         """Those of these fields that are not None, as keyword arguments of PyTorch's optimizer."""
         values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
-
-
-# Any, since Optimizer's own constructor knows none of their keywords.
-_CLASSES: dict[str, type[Any]] = {
-    "adamw": AdamW,
-    "adam": Adam,
-    "sgd": SGD,
-    "adagrad": Adagrad,
-    "rmsprop": RMSprop,
-    "nadam": NAdam,
-    "adafactor": Adafactor,
-}
-_FUSED_DEVICES: dict[type[Any], tuple[str, ...]] = {
-    AdamW: ("cpu", "cuda", "mps", "xpu"),
-    Adam: ("cpu", "cuda", "mps", "xpu"),
-    SGD: ("cpu", "cuda", "mps", "xpu"),
-    # Documented for CUDA in 2.13, added in an unknown earlier release; foreach is safe before.
-    Adagrad: ("cpu", "cuda") if torch.__version__ >= "2.13" else ("cpu",),
-}
 
 
 def build_optimizer(
@@ -170,36 +159,29 @@ def build_optimizers(
 
     Args and errors are those of `build_optimizer`; "muon" without a hidden matrix is a ConfigError too.
     """
-    placed = place(
-        model,
-        groups=parameters.groups,
-        layer_decay=parameters.layer_decay,
-        decay_vectors=parameters.decay_vectors,
-        decay_embeddings=parameters.decay_embeddings,
-        blocks=blocks,
-    )
+    options = parameters.groups, parameters.layer_decay, parameters.decay_vectors, parameters.decay_embeddings
+    placed = place(model, *options, blocks)
     if parameters.name == "muon":
         return _build_muon(parameters, placed)
-    cls = _CLASSES[parameters.name]
-    options = parameters.given(*HYPERPARAMETERS[parameters.name])
-    return [_build(cls, parameters, placed, lr=parameters.lr, options=options)]
+    kind = _KINDS[parameters.name]
+    return [_build(kind.cls, parameters, placed, lr=parameters.lr, options=parameters.given(*kind.takes))]
 
 
 def _build_muon(parameters: OptimizerParameters, placed: Sequence[Placed]) -> list[Optimizer]:
+    matrices = [one for one in placed if one.of.ndim == 2]
     if parameters.hidden:
-        matrices = [one.names for one in placed if one.is_matrix]
         for pattern in parameters.hidden:
-            require_match("hidden", pattern, matrices, "trainable matrix")
-        hidden = [one for one in placed if one.is_matrix and matches_any(parameters.hidden, one.names)]
+            require_match("hidden", pattern, [one.of.names for one in matrices], "trainable matrix")
+        hidden = [one for one in matrices if matches(parameters.hidden, one.of.names)]
     else:
-        hidden = [one for one in placed if one.is_hidden_matrix]
+        hidden = [one for one in matrices if one.of.block > 0 and not one.of.is_vector and not one.of.is_embedding]
     if not hidden:
         raise ConfigError(
             'name="muon" found no trainable matrix inside repeated blocks (a ModuleList or Sequential of two or more '
             "modules of one class). Name the matrices with hidden=(pattern, ...), or pass blocks=[...]."
         )
-    in_muon = {one.names for one in hidden}
-    rest = [one for one in placed if one.names not in in_muon]
+    in_muon = {one.of.names for one in hidden}
+    rest = [one for one in placed if one.of.names not in in_muon]
     options = parameters.given("momentum", "nesterov", "ns_steps")
     options["adjust_lr_fn"] = parameters.adjust_lr_fn or "match_rms_adamw"
     optimizers = [_build(Muon, parameters, hidden, lr=parameters.lr, options=options)]
@@ -212,7 +194,7 @@ def _build_muon(parameters: OptimizerParameters, placed: Sequence[Placed]) -> li
 def _build(
     cls: type[Any], parameters: OptimizerParameters, placed: Sequence[Placed], *, lr: float, options: dict[str, Any]
 ) -> Optimizer:
-    if any(one.parameter is not None and is_sharded(one.parameter) for one in placed):
+    if any(one.of.parameter is not None and is_sharded(one.of.parameter) for one in placed):
         refuse_unshardable_class(cls)
     decay = parameters.weight_decay
     if decay is None:
@@ -237,10 +219,11 @@ def _implementation(cls: type[Any], parameters: Sequence[nn.Parameter], fused: b
 
 def _obstacle(cls: type[Any], parameters: Sequence[nn.Parameter]) -> str | None:
     """Why the fused kernel cannot step these parameters; None if it can."""
-    if cls not in _FUSED_DEVICES:
+    fused_on = next(kind.fused_on for kind in _KINDS.values() if kind.cls is cls)
+    if not fused_on:
         return "any parameter"
     for parameter in parameters:
-        if parameter.device.type not in _FUSED_DEVICES[cls]:
+        if parameter.device.type not in fused_on:
             return f"parameters on {parameter.device.type}"
         if not torch.is_floating_point(parameter):
             return f"{parameter.dtype} parameters"

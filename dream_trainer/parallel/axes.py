@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn as nn
 
 from dream_trainer.compat.async_collectives import options_of_mode, waited, why_memory_is_not_shared
@@ -13,13 +14,7 @@ from dream_trainer.compat.pytorch import is_dtensor
 from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.modules.class_change import Changed, change_class
 from dream_trainer.parallel.axis import AxisSetup, MeshParallelism, Parallelism
-from dream_trainer.parallel.expert_exchange import (
-    divide_rows,
-    keep_out_of_graphs,
-    modules_of_experts,
-    shard_experts,
-    whole_experts,
-)
+from dream_trainer.parallel.expert_exchange import modules_of_experts, shard_experts, whole_experts
 from dream_trainer.parallel.mixture_of_experts import ExpertBalance
 
 if TYPE_CHECKING:
@@ -97,9 +92,7 @@ class ContextParallelism(Parallelism):
     def compile_block(self, block: nn.Module, options: Mapping[str, Any]) -> bool:
         from dream_trainer.parallel.context_attention import compile_with_shared_attention
 
-        compile_with_shared_attention(
-            block, backend=options["backend"], mode=options["mode"], options=options["options"]
-        )
+        compile_with_shared_attention(block, options["backend"], options["mode"], options["options"])
         return True
 
 
@@ -108,17 +101,20 @@ class ExpertParallelism(MeshParallelism):
 
     def split(self, setup: AxisSetup, mesh: DeviceMesh) -> None:
         super().split(setup, mesh)
-        models = setup.models
-        if not any(setup.world.all_gather_object(bool(modules_of_experts(models.values())))):
+        models, world = setup.models, setup.world
+        parts = modules_of_experts(models.values())
+        if not any(world.all_gather_object(bool(parts))):
             raise HookError(
                 f"{type(setup.hooks).__name__}.{self.hook} split no experts: each of the {self.value(setup.config)} "
                 "ranks would have all of them. Call split_experts there for each module of stacked weights, or set "
                 f"{self.setting}=1."
             )
-        if setup.world.data_copies > 1 and setup.world.parameter_mesh is not None:
-            divide_rows(models.values(), setup.world.parameter_mesh["tp"])
-        if setup.config.device_parameters.compile:
-            keep_out_of_graphs(models.values())
+        for part in parts:
+            if world.data_copies > 1 and world.parameter_mesh is not None:  # ranks that share layers have the same rows
+                vars(part)["exchange"].divide_rows(world.parameter_mesh["tp"])
+            if setup.config.device_parameters.compile:  # sizes of the exchange change in each forward
+                forward = torch.compiler.disable(type(part).forward)
+                change_class(part, Changed, key="out of graphs", forward=forward)
         shard_experts(models, mesh, dict(setup.sharding))
 
     def connect(self, setup: AxisSetup) -> None:
@@ -126,9 +122,10 @@ class ExpertParallelism(MeshParallelism):
         balance = ExpertBalance(setup.models, setup.world, setup.log)
         if balance:
             setup.parallel.after_steps.append(balance.update)
-        if setup.world.workers > 1 and (path := balance.first_balanced) is not None:
+        balanced = [path for path, layer in balance.layers.items() if layer.balance_rate]
+        if setup.world.workers > 1 and balanced:
             raise ConfigError(
-                f"{path} balances its experts by the loads of all ranks, and workers meet only every "
+                f"{balanced[0]} balances its experts by the loads of all ranks, and workers meet only every "
                 f"{setup.config.local_sgd_parameters.every_n_steps} steps. Use balance_rate=0."
             )
 

@@ -5,6 +5,7 @@ Gathered: keys and values of all ranks, this rank's queries. Ulysses: all positi
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -201,11 +202,6 @@ def _under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 # only see this rank's positions: the first step's verification finds it (`parallel/verify.py`).
 
 
-_COMPILED = (
-    "torch.compile, or flex_attention, which is compiled, inside a step whose sequences are shared by ranks. Under "
-    "context_parallel call scaled_dot_product_attention, uncompiled; for packed rows packed_attention, which may use "
-    "flex_attention."
-)
 _BY_OPERATION = torch.ops.aten.scaled_dot_product_attention
 
 
@@ -218,9 +214,9 @@ class AttentionTakeover(TorchFunctionMode):
         further: Callable[[ContextAttention], Mapping[Callable[..., Any], Callable[..., Any]]],
     ) -> None:
         super().__init__()
-        self.attention, self.further = attention, further
+        self.attention = attention
+        self.is_in_graphs = False  # whether it is for Python code that graphs call as it is, while they are compiled
         self.compiled: dict[Any, Callable[..., Any]] = {}  # for the lengths of sequences, by whose it is
-        self.runs_compiled = True  # whether blocks that are compiled run so
         names = (F.scaled_dot_product_attention, _BY_OPERATION, _BY_OPERATION.default)
         self.handlers: dict[Any, Callable[..., Any]] = {
             **further(attention),
@@ -230,8 +226,12 @@ class AttentionTakeover(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if is_compiling():
-            raise StepError(_COMPILED)
+        if is_compiling() and not self.is_in_graphs:
+            raise StepError(
+                "torch.compile, or flex_attention, which is compiled, inside a step whose sequences are shared by "
+                "ranks. Under context_parallel call scaled_dot_product_attention, uncompiled; for packed rows "
+                "packed_attention, which may use flex_attention."
+            )
         return self.handlers.get(func, func)(*args, **(kwargs or {}))
 
     def is_on(self) -> bool:
@@ -249,15 +249,6 @@ class AttentionTakeover(TorchFunctionMode):
             yield
         finally:
             self.__enter__()  # type: ignore[no-untyped-call]
-
-    @contextmanager
-    def uncompiled(self) -> Iterator[None]:
-        """Inside, blocks that are compiled run as they are."""
-        self.runs_compiled = False
-        try:
-            yield
-        finally:
-            self.runs_compiled = True
 
 
 # -- The positions of a sequence that each rank has, and the collectives that join or exchange its parts.
@@ -353,13 +344,9 @@ class SharedBlock(CompiledInside, Changed):
         if takeover is None:  # outside steps, each rank has whole sequences
             with own_errors(DreamTrainerError, _misfit):
                 return type(self)._whole(self, *args, **kwargs)
-        forward = super().forward
-        if not takeover.runs_compiled:
-            return forward(*args, **kwargs)
-        lengths, own = frozenset(takeover.attention.lengths), ref(self)
+        forward, lengths = super().forward, frozenset(takeover.attention.lengths)
         # Equal blocks share graphs, up to PyTorch's limit; if blocks differ more, each gets separate graphs.
-        for owner in (own,) if (own, lengths) in takeover.compiled else (type(self), own):
-            key = owner, lengths
+        for key in ((type(self), lengths), (ref(self), lengths)):
             if key not in takeover.compiled:
                 takeover.compiled[key] = _compiled(takeover, *type(self)._backend)
             try:
@@ -375,29 +362,13 @@ class SharedBlock(CompiledInside, Changed):
 
 def _compiled(takeover: AttentionTakeover, name: str, mode: str | None, options: Any) -> Callable[..., Any]:
     """`_run`, compiled for the lengths of now."""
-    share = partial(_share, _InGraphs(takeover.attention, takeover.further))
+    in_graphs = copy.copy(takeover)
+    in_graphs.is_in_graphs = True
     torch.compiler.allow_in_graph(attend_elsewhere)
     # A separate function has separate graphs, and its own limit on their number.
     run = FunctionType(_run.__code__.replace(), globals())
-    backend = changing_backend(name, mode, options, partial(change_calls, change=share))
+    backend = changing_backend(name, mode, options, partial(change_calls, change=partial(_share, in_graphs)))
     return torch.compile(run, backend=backend, fullgraph=True, dynamic=False)
-
-
-class _InGraphs(AttentionTakeover):
-    """For Python code that graphs call as it is, while they are compiled."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self.handlers.get(func, func)(*args, **(kwargs or {}))
-
-    def around(self, function: Any) -> Callable[..., Any]:
-        @wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return function(*args, **kwargs)
-
-        return call
 
 
 def _run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any] | None:
@@ -405,14 +376,14 @@ def _run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any] |
     return (forward(*args, **kwargs),) if is_compiling() else None
 
 
-def compile_with_shared_attention(module: nn.Module, *, backend: str, mode: str | None, options: Any = None) -> None:
+def compile_with_shared_attention(module: nn.Module, backend: str, mode: str | None, options: Any = None) -> None:
     """Compiles the forward of `module`, each shape by itself, for whole sequences and for context-parallel ones."""
     whole = torch.compile(type(module).forward, backend=backend, mode=mode, options=options, dynamic=False)
     of_class = {"_backend": (backend, mode, options), "_whole": staticmethod(whole)}
     change_class(module, SharedBlock, key=(backend, mode, repr(options)), **of_class)
 
 
-def _share(in_graphs: _InGraphs, node: torch.fx.Node, is_in_function: bool) -> None:
+def _share(in_graphs: AttentionTakeover, node: torch.fx.Node, is_in_function: bool) -> None:
     function: Any = node.target
     handler = in_graphs.handlers.get(function)
     if handler is not None and is_in_function:
@@ -429,7 +400,16 @@ def _share(in_graphs: _InGraphs, node: torch.fx.Node, is_in_function: bool) -> N
     if handler is not None:
         node.target = handler
     elif is_opaque(function):
-        node.target = in_graphs.around(function)
+        node.target = _inside(in_graphs, function)
+
+
+def _inside(in_graphs: AttentionTakeover, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with in_graphs:
+            return function(*args, **kwargs)
+
+    return call
 
 
 def _misfit(text: str) -> StepError:

@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from dream_trainer.compat.pytorch import has_values, is_dtensor
 from dream_trainer.distributed.world import gathered_rows, linear
 from dream_trainer.errors import ConfigError
-from dream_trainer.modules.class_change import Changed, change_class
 from dream_trainer.parallel.plain_run import plain
 
 EXPERT_DIM = "ep"
@@ -44,16 +43,15 @@ class ExpertExchange:
         ```
     """
 
+    is_off = False  # whether no expert gets a row, and nothing is sent
+
     def __init__(self, mesh: DeviceMesh) -> None:
         self._group = mesh.get_group()
         self._size = mesh.size()
         self._alike: Alike | None = None
 
     def divide_rows(self, mesh: DeviceMesh) -> None:
-        """From now on the ranks of `mesh`, which all have the same rows, send a part each and share what comes back.
-
-        A weight's gradient is then the sum over these ranks, too.
-        """
+        """From now on the ranks of `mesh`, which all have the same rows, send a part each and share what comes back."""
         self._alike = Alike(mesh.get_group(), mesh.get_local_rank(), mesh.size())
 
     def local(self, weight: Tensor) -> Tensor:
@@ -64,6 +62,9 @@ class ExpertExchange:
     def send(self, rows: Tensor, counts: Tensor) -> Visitors:
         """Sends `rows`, sorted by expert, to the ranks of their experts; `counts` has the number of rows per expert."""
         n_rows = len(rows)
+        if self.is_off:
+            none = counts.new_zeros(len(counts) // self._size)
+            return Visitors(rows[:0], none, none[:0], [], [], None, None, n_rows)
         if self._alike is not None:
             rows, counts = self._alike.part(rows), self._alike.part_of_counts(counts)
         from_ranks = torch.empty_like(counts)
@@ -95,12 +96,14 @@ class Visitors:
     _order: Tensor
     _coming: list[int]
     _leaving: list[int]
-    _group: ProcessGroup
+    _group: ProcessGroup | None  # None if nothing was sent
     _alike: Alike | None
     _n_rows: int
 
     def give_back(self, rows: Tensor) -> Tensor:
         """Sends the results for `rows`, in their order, to the ranks they came from; a collective."""
+        if self._group is None:
+            return rows.new_zeros((self._n_rows, *rows.shape[1:])).requires_grad_(rows.requires_grad)
         by_rank = torch.empty_like(rows).index_copy_(0, self._order, rows)
         own = _sent(by_rank, self._leaving, self._coming, self._group)
         return own if self._alike is None else self._alike.whole(own, self._n_rows)
@@ -187,33 +190,17 @@ def split_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
     vars(experts)["exchange"] = ExpertExchange(mesh)
 
 
-class _Unsent(ExpertExchange):
-    """An exchange that sends nothing: no expert gets a row, and results have the right shape."""
-
-    def __init__(self, exchange: ExpertExchange) -> None:
-        self._group, self._size, self._alike = exchange._group, exchange._size, None
-
-    def send(self, rows: Tensor, counts: Tensor) -> Visitors:
-        none = counts.new_zeros(len(counts) // self._size)
-        return _Nobody(rows[:0], none, none[:0], [], [], self._group, None, len(rows))
-
-
-class _Nobody(Visitors):
-    def give_back(self, rows: Tensor) -> Tensor:
-        return rows.new_zeros((self._n_rows, *rows.shape[1:])).requires_grad_(rows.requires_grad)
-
-
 @contextmanager
 def without_exchange(model: nn.Module) -> Iterator[None]:
     """Inside, forwards of `model` give results of the right shapes without communication: no expert gets a token."""
-    exchanges = _exchanges(model)
-    for part, exchange in exchanges.items():
-        vars(part)["exchange"] = _Unsent(exchange)
+    exchanges = _exchanges(model).values()
+    for exchange in exchanges:
+        exchange.is_off = True
     try:
         yield
     finally:
-        for part, exchange in exchanges.items():
-            vars(part)["exchange"] = exchange
+        for exchange in exchanges:
+            exchange.is_off = False
 
 
 @contextmanager
@@ -252,21 +239,6 @@ def modules_of_experts(models: Iterable[nn.Module]) -> dict[nn.Module, list[str]
     parts = dict.fromkeys(part for model in models for part in model.modules())
     found = {p: [n for n, w in p.named_parameters(recurse=False) if is_shared_by_experts(w)] for p in parts}
     return {part: names for part, names in found.items() if names}
-
-
-def divide_rows(models: Iterable[nn.Module], mesh: DeviceMesh) -> None:
-    """Has the ranks of `mesh`, which share layers and so have the same rows, send a part of them each."""
-    for module in modules_of_experts(models):
-        exchange = vars(module)["exchange"]
-        assert isinstance(exchange, ExpertExchange)  # set by `split_experts`
-        exchange.divide_rows(mesh)
-
-
-def keep_out_of_graphs(models: Iterable[nn.Module]) -> None:
-    """Keeps shared experts out of compiled graphs: the sizes of their exchange change in each forward."""
-    for module in modules_of_experts(models):
-        forward = torch.compiler.disable(type(module).forward)
-        change_class(module, Changed, key="out of graphs", forward=forward)
 
 
 def shard_experts(models: Mapping[str, nn.Module], mesh: DeviceMesh, config: dict[str, Any]) -> None:

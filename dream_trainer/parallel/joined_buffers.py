@@ -17,22 +17,24 @@ import xxhash
 from torch import Tensor
 
 from dream_trainer.checks import check_choice, check_pattern
-from dream_trainer.compat.pytorch import foreach_copy_, is_persistent, local_tensor, storage_id
+from dream_trainer.compat.pytorch import (
+    AnyBatchNorm,
+    NormWithStatistics,
+    foreach_copy_,
+    is_persistent,
+    local_tensor,
+    storage_id,
+)
 from dream_trainer.distributed.ranks import Ranks, differing_facts, refuse_differences
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.parallel.mixture_of_experts import MoE
 
 BufferPolicy = Literal["mean", "rank 0", "as is"]
 
-_KEEP_STATISTICS = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-)
-
 
 def unread_in_training(module: nn.Module) -> frozenset[str]:
     """The buffers of a layer that its forward in training writes into and does not read."""
-    if isinstance(module, (*_KEEP_STATISTICS, nn.SyncBatchNorm)):
+    if isinstance(module, NormWithStatistics):
         return frozenset(module._buffers)
     return frozenset({"loads"}) if isinstance(module, MoE) else frozenset()
 
@@ -56,9 +58,18 @@ class JoinedBuffers:
     def __init__(self, models: Mapping[str, nn.Module], policies: Mapping[str, BufferPolicy]) -> None:
         self._models = models
         self._policies: dict[str, BufferPolicy] = dict(policies)
-        self._joined: list[_Buffer] | None = None
-        self._shapes: list[torch.Size] = []
-        self._check_policies()
+        self._joined: list[tuple[_Buffer, torch.Size]] | None = None  # with the shape that it has to keep
+        for pattern, policy in self._policies.items():
+            check_choice(f"buffer_policies()[{pattern!r}]", policy, get_args(BufferPolicy))
+            check_pattern("buffer_policies()", pattern)
+        named = self._buffers() if self._policies else []
+        for pattern in self._policies:
+            if not any(re.search(pattern, buffer.name) for buffer in named):
+                names = ", ".join(buffer.name for buffer in named[:10]) or "none"
+                raise ConfigError(
+                    f"buffer_policies() has {pattern!r}, which matches no buffer. The buffers are: {names}."
+                )
+        self._check_types(named)
 
     def _buffers(self) -> list[_Buffer]:
         modules: dict[int, tuple[str, nn.Module]] = {}
@@ -72,7 +83,7 @@ class JoinedBuffers:
                 chosen: list[BufferPolicy] = [
                     policy for pattern, policy in self._policies.items() if re.search(pattern, name)
                 ]
-                of_norm = not chosen and isinstance(part, _KEEP_STATISTICS)
+                of_norm = not chosen and isinstance(part, NormWithStatistics) and not isinstance(part, nn.SyncBatchNorm)
                 default: BufferPolicy = "mean" if key in ("running_mean", "running_var") else "as is"
                 policy = chosen[0] if chosen else default if of_norm else None
                 buffers.setdefault(id(tensor), _Buffer(name, part, key, policy, of_norm))
@@ -88,8 +99,7 @@ class JoinedBuffers:
         """Buffers that checkpoints have once and that differ between ranks against their policy; a collective."""
         if ranks.world_size == 1:
             return []
-        buffers = [b for b in self._buffers() if b.policy != "as is" and is_persistent(b.module, b.key)]
-        values = {buffer.name: buffer.value for buffer in buffers}
+        values = {b.name: b.value for b in self._buffers() if b.policy != "as is" and is_persistent(b.module, b.key)}
         plain = {name: v for name, v in values.items() if type(v) is Tensor and v.layout == torch.strided}
         digests = {name: digest_of(value) for name, value in plain.items()}
         names: set[str] = set()
@@ -97,19 +107,6 @@ class JoinedBuffers:
             of_ranks = of_group.values()
             names |= {name for one in of_ranks for name in one if len({other.get(name) for other in of_ranks}) > 1}
         return sorted(names)
-
-    def _check_policies(self) -> None:
-        for pattern, policy in self._policies.items():
-            check_choice(f"buffer_policies()[{pattern!r}]", policy, get_args(BufferPolicy))
-            check_pattern("buffer_policies()", pattern)
-        named = self._buffers() if self._policies else []
-        for pattern in self._policies:
-            if not any(re.search(pattern, buffer.name) for buffer in named):
-                names = ", ".join(buffer.name for buffer in named[:10]) or "none"
-                raise ConfigError(
-                    f"buffer_policies() has {pattern!r}, which matches no buffer. The buffers are: {names}."
-                )
-        self._check_types(named)
 
     def _check_types(self, buffers: Iterable[_Buffer]) -> None:
         for buffer in buffers:
@@ -124,30 +121,24 @@ class JoinedBuffers:
     def join(self, ranks: Ranks, group: dist.ProcessGroup | None) -> None:
         """Makes buffers equal on the ranks of a step, as their policies say; a collective."""
         if self._joined is None:
-            self._joined = [buffer for buffer in self._buffers() if buffer.policy in ("mean", "rank 0")]
-            self._check_types(self._joined)
-            self._shapes = [buffer.value.shape for buffer in self._joined]
-            facts = {b.name: f"{b.value.dtype} {[*b.value.shape]}" for b in self._joined}
+            joined = [buffer for buffer in self._buffers() if buffer.policy in ("mean", "rank 0")]
+            self._check_types(joined)
+            self._joined = [(buffer, buffer.value.shape) for buffer in joined]
+            facts = {b.name: f"{b.value.dtype} {[*b.value.shape]}" for b in joined}
             refuse_differences(ranks, facts, _SAME_SHAPE, among=ranks.data_peers)
         if not self._joined:
             return
-        values = [buffer.value for buffer in self._joined]
-        if [value.shape for value in values] != self._shapes:
-            self._refuse_other_shapes(values)
-        pairs = [*zip(self._joined, values, strict=True)]
-        for device in dict.fromkeys(value.device for value in values):
-            here = [(buffer, value) for buffer, value in pairs if value.device == device]
-            _average([pair for pair in here if pair[0].policy == "mean"], group)
-            _take_first([value for buffer, value in here if buffer.policy == "rank 0"], group)
-
-    def _refuse_other_shapes(self, values: Sequence[Tensor]) -> None:
-        assert self._joined is not None  # the caller has them
-        for buffer, value, shape in zip(self._joined, values, self._shapes, strict=True):
+        pairs = [(buffer, buffer.value) for buffer, _ in self._joined]
+        for (buffer, value), (_, shape) in zip(pairs, self._joined, strict=True):
             if value.shape != shape:
                 raise StepError(
                     f"buffer {buffer.name} has the shape {[*value.shape]} and had {[*shape]}, and ranks join it by "
                     f"{buffer.policy!r}. {_SAME_SHAPE}"
                 )
+        for device in dict.fromkeys(value.device for _, value in pairs):
+            here = [(buffer, value) for buffer, value in pairs if value.device == device]
+            _average([pair for pair in here if pair[0].policy == "mean"], group)
+            _take_first([value for buffer, value in here if buffer.policy == "rank 0"], group)
 
 
 _SAME_SHAPE = 'A buffer that ranks join keeps one shape on every rank: fill a part of it, or choose "as is" for it.'
@@ -191,8 +182,7 @@ def _take_first(values: Sequence[Tensor], group: dist.ProcessGroup | None) -> No
 
 def batch_norms(model: nn.Module) -> list[str]:
     """The names of the layers that normalise over samples in training; frozen ones are taken to be in evaluation."""
-    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-    norms = [(name, part) for name, part in model.named_modules() if isinstance(part, kinds)]
+    norms = [(name, part) for name, part in model.named_modules() if isinstance(part, AnyBatchNorm)]
     return [name for name, part in norms if part.weight is None or part.weight.requires_grad]
 
 
@@ -200,22 +190,18 @@ def batch_norms(model: nn.Module) -> list[str]:
 # unseeded generators. Weights on the meta device are the same bits everywhere by construction.
 
 
-def real_tensors(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Maps names to the parameters and buffers of `models` that are not on the meta device."""
-    return {
+@torch.no_grad()
+def make_equal(models: Mapping[str, nn.Module], world: Ranks) -> list[str]:
+    """Gives all ranks rank 0's values of real weights that differ, and returns their names; a collective."""
+    if world.world_size == 1:
+        return []
+    tensors = {
         f"{prefix}.{name}": tensor
         for prefix, model in models.items()
         for named in (model.named_parameters(), model.named_buffers())
         for name, tensor in named
         if not tensor.is_meta
     }
-
-
-@torch.no_grad()
-def make_equal(tensors: Mapping[str, Tensor], world: Ranks) -> list[str]:
-    """Gives all ranks rank 0's values of those that differ, and returns their names; a collective."""
-    if world.world_size == 1:
-        return []
     digests = world.all_gather_object([digest_of(tensor) for tensor in tensors.values()])
     differ = [name for name, *values in zip(tensors, *digests, strict=True) if len(set(values)) > 1]
     for name in differ:

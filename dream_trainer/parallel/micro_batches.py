@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,26 +22,19 @@ def rows_of(batch: Any) -> int:
 def cut(batch: Any, parts: int, rows: int) -> list[Any]:
     """Cuts `batch`, lists included, into `parts` micro-batches; the first ones may have a sample more."""
     sizes = [rows // parts + (number < rows % parts) for number in range(parts)]
-    split: dict[int, tuple[Tensor, ...]] = {}
-    for leaf in leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.ndim:
-            if len(leaf) != rows:
-                raise DataError(
-                    f"forward_backward was given {rows} samples and a tensor of shape {list(leaf.shape)}, and cuts "
-                    "each tensor into micro-batches along its first dimension. Expand what is the same for all "
-                    "samples, or keep it in the model."
-                )
-            split[id(leaf)] = torch.split(leaf, sizes)
 
-    def part(tree: Any, number: int) -> Any:
-        if isinstance(tree, Tensor):
-            return split[id(tree)][number] if tree.ndim else tree
-        if is_of_samples(tree, rows):
-            first = sum(sizes[:number])
-            return tree[first : first + sizes[number]]
-        return map_children(lambda child: part(child, number), tree)
+    def part(tree: Any, first: int, end: int) -> Any:
+        if isinstance(tree, Tensor) and tree.ndim and len(tree) != rows:
+            raise DataError(
+                f"forward_backward was given {rows} samples and a tensor of shape {list(tree.shape)}, and cuts "
+                "each tensor into micro-batches along its first dimension. Expand what is the same for all "
+                "samples, or keep it in the model."
+            )
+        if (isinstance(tree, Tensor) and tree.ndim) or is_of_samples(tree, rows):
+            return tree[first:end]
+        return map_children(lambda child: part(child, first, end), tree)
 
-    return [part(batch, number) for number in range(parts)]
+    return [part(batch, end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
 def is_of_samples(tree: Any, rows: int) -> bool:
@@ -66,10 +60,9 @@ def shapes_of(batch: Any) -> tuple[Any, ...]:
     def without_samples(tree: Any) -> Any:
         return "samples" if is_of_samples(tree, rows) else map_children(without_samples, tree)
 
-    return tuple(_look_of(leaf) for leaf in leaves(without_samples(batch)))
+    def look_of(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return tuple(leaf.shape), leaf.dtype
+        return leaf if leaf is None or isinstance(leaf, int | str) else type(leaf)
 
-
-def _look_of(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.dtype
-    return leaf if leaf is None or isinstance(leaf, int | str) else type(leaf)
+    return tuple(map(look_of, leaves(without_samples(batch))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -13,7 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from dream_trainer.checks import check_boolean, check_choice, check_integer
+from dream_trainer.checks import check_between, check_boolean, check_choice, check_integer
 from dream_trainer.compat.pytorch import has_values
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import ConfigError
@@ -74,10 +75,7 @@ class MoE(nn.Module):
                 f"top_k={top_k} experts of each token, but there are n_experts={n_experts}. Use top_k of 1 to "
                 f"{n_experts}."
             )
-        if not balance_rate >= 0:
-            raise ConfigError(
-                f"balance_rate={balance_rate} is not a rate. Use one such as 0.001, or 0 for no balancing."
-            )
+        check_between("balance_rate", balance_rate, low=0)
         self.n_experts, self.top_k, self.scores = n_experts, top_k, scores
         self.normalize, self.scale, self.balance_rate = normalize, scale, balance_rate
         self.router = nn.Linear(width, n_experts, bias=False)
@@ -122,9 +120,6 @@ class MoE(nn.Module):
         above = loads * self.n_experts - loads.sum()  # whole numbers, so exact
         self.balance_bias.sub_(above.sign().to(self.balance_bias.dtype), alpha=self.balance_rate)
         self.loads.zero_()
-
-    def extra_repr(self) -> str:
-        return f"top_k={self.top_k}, scores={self.scores}, balance_rate={self.balance_rate}"
 
 
 class SharedExperts(nn.Module):
@@ -186,8 +181,11 @@ class GatedExperts(nn.Module):
 
 def gated(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """`rows` `[n, width]`, sorted by expert, through stacked gated networks; `counts` are the rows of each."""
-    if _has_grouped_product(rows, gate):
-        apply = _Grouped(counts)
+    if _has_grouped_product(rows, gate):  # nothing is read on the host
+        if torch.is_autocast_enabled(rows.device.type):  # which does not know this function
+            dtype = torch.get_autocast_dtype(rows.device.type)
+            rows, gate, up, down = (each.to(dtype) for each in (rows, gate, up, down))
+        apply = partial(_grouped, ends=counts.cumsum(0).to(torch.int32))
         return apply(F.silu(apply(rows, gate)) * apply(rows, up), down)
     # Tensors without values show what is computed, and not how many rows an expert has.
     sizes = counts.tolist() if has_values(counts) else even_parts(len(rows), len(counts))
@@ -195,17 +193,9 @@ def gated(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) 
     return torch.cat([F.linear(F.silu(F.linear(part, g)) * F.linear(part, u), d) for part, g, u, d in parts])
 
 
-class _Grouped:
-    """One product for all experts; nothing is read on the host."""
-
-    def __init__(self, counts: Tensor) -> None:
-        self._ends = counts.cumsum(0).to(torch.int32)
-
-    def __call__(self, rows: Tensor, weights: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(rows.device.type):  # which does not know this function
-            dtype = torch.get_autocast_dtype(rows.device.type)
-            rows, weights = rows.to(dtype), weights.to(dtype)
-        return F.grouped_mm(rows, weights.transpose(1, 2), offs=self._ends)
+def _grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """One product for all experts."""
+    return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
 
 
 def _has_grouped_product(rows: Tensor, weights: Tensor) -> bool:
@@ -221,45 +211,34 @@ class ExpertBalance:
         self, models: Mapping[str, nn.Module], world: World, log: Callable[[dict[str, Tensor]], None] | None
     ) -> None:
         named = {part: path for name, model in models.items() for path, part in model.named_modules(prefix=name)}
-        self._layers = {path: part for part, path in named.items() if isinstance(part, MoE)}
-        self._sizes = [layer.n_experts for layer in self._layers.values()]
+        self.layers = {path: part for part, path in named.items() if isinstance(part, MoE)}
+        self._sizes = [layer.n_experts for layer in self.layers.values()]
         self._world, self._log = world, log
-        own = list(self._layers)
+        own = list(self.layers)
         self._logged = own
         if log is not None and world.stages > 1:
             self._logged = list(dict.fromkeys(path for of_rank in world.all_gather_object(own) for path in of_rank))
 
     def __bool__(self) -> bool:
-        return bool(self._layers or self._logged)
-
-    @property
-    def first_balanced(self) -> str | None:
-        """The name of a layer here whose biases move; None if none does."""
-        return next((path for path, layer in self._layers.items() if layer.balance_rate), None)
+        return bool(self.layers or self._logged)
 
     @torch.no_grad()
     def update(self) -> None:
         """Moves the biases by what the window's forwards counted, and logs how even the loads were; a collective."""
         evenness: dict[str, Tensor] = {}
-        if self._layers:
-            loads = torch.cat([layer.loads for layer in self._layers.values()])
+        if self.layers:
+            loads = torch.cat([layer.loads for layer in self.layers.values()])
             if self._world.averaging_group() is not None:
                 dist.all_reduce(loads, group=self._world.averaging_group())
-            for (path, layer), of_layer in zip(self._layers.items(), loads.split(self._sizes), strict=True):
+            for (path, layer), of_layer in zip(self.layers.items(), loads.split(self._sizes), strict=True):
                 layer.balance(of_layer)
                 if self._log is not None:
                     mean = of_layer.sum().clamp(min=1) / of_layer.numel()
                     evenness[path] = torch.stack((of_layer.amax(), of_layer.amin())) / mean
         if self._log is not None:
-            for path, (largest, smallest) in zip(self._logged, self._of_all_stages(evenness), strict=True):
+            none = torch.zeros(2, device=self._world.device)
+            of_all = torch.stack([evenness.get(path, none) for path in self._logged])
+            if (stages := self._world.stage_group()) is not None:
+                dist.all_reduce(of_all, dist.ReduceOp.MAX, group=stages)  # all have those of models that are whole
+            for path, (largest, smallest) in zip(self._logged, of_all, strict=True):
                 self._log({f"experts/{path}/max_load": largest, f"experts/{path}/min_load": smallest})
-
-    def _of_all_stages(self, evenness: dict[str, Tensor]) -> list[Tensor]:
-        """That of each layer that is logged; a collective where stages of a pipeline have some each, or the same."""
-        stages = self._world.stage_group()
-        if stages is None:
-            return [evenness[path] for path in self._logged]
-        none = torch.zeros(2, device=self._world.device)
-        of_all = torch.stack([evenness.get(path, none) for path in self._logged])
-        dist.all_reduce(of_all, dist.ReduceOp.MAX, group=stages)  # all have those of models that are whole
-        return list(of_all)

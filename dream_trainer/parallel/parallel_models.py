@@ -30,12 +30,6 @@ if TYPE_CHECKING:
 
 _NOTHING = nullcontext()
 _OF_MIXED = ("mixed torch.Tensor and DTensor", "of TensorWrapper")  # the latter of PyTorch 2.11
-_MIXED = (
-    "an operation got both a shard of a parameter and a plain tensor. Code in a step may read the parameters of a "
-    "large model as whole ones, but torch.func cannot transform a function of them. Use dp_shard=1, or raise "
-    "fsdp_parameters.min_group_mib above the model's size. If a layer of a tensor-parallel plan gave the shard, it "
-    "needs use_local_output=True."
-)
 
 
 class ParallelModels:
@@ -115,8 +109,7 @@ class ParallelModels:
 
     @contextmanager
     def gathered(self, *models: nn.Module) -> Iterator[None]:
-        """Inside, `models` have full copies of their parameters on each rank, and forwards gather nothing. No
-        gradients."""
+        """Inside, `models` have full copies of their parameters on each rank, and forwards gather nothing."""
         with self.whole(), gathered(*models), ExitStack() as stack:
             for model in models:
                 for axis in self.axes:
@@ -136,7 +129,7 @@ class ParallelModels:
 
         if self._touchable is not None:
             self._touchable.let_go()
-        reduce_what_waits(self._wrapped, parameters, self.gradients)
+        reduce_what_waits(parameters, self.gradients)
 
     def reshard(self) -> None:
         """Reshards parameters that a forward left gathered."""
@@ -169,7 +162,12 @@ class ParallelModels:
             yield
         except RuntimeError as error:
             if self._touchable is not None and any(words in str(error) for words in _OF_MIXED):
-                raise StepError(_MIXED) from error
+                raise StepError(
+                    "an operation got both a shard of a parameter and a plain tensor. Code in a step may read the "
+                    "parameters of a large model as whole ones, but torch.func cannot transform a function of them. "
+                    "Use dp_shard=1, or raise fsdp_parameters.min_group_mib above the model's size. If a layer of a "
+                    "tensor-parallel plan gave the shard, it needs use_local_output=True."
+                ) from error
             raise
         finally:
             if self._is_whole:  # else an exception left `shards`
@@ -182,15 +180,13 @@ class ParallelModels:
         if not self._is_whole or not self.whole_in_steps:
             yield
             return
-        for sharded in self.whole_in_steps:
-            sharded.give_gradients_to_shards()
         self._leave()
+        for sharded in self.whole_in_steps:
+            sharded.begin_step()
         others_changed, self._is_fresh = others_may_change or not self._is_fresh, False
-        writes = [sharded.whole_writes() for sharded in self.whole_in_steps]
         yield
-        for sharded, before in zip(self.whole_in_steps, writes, strict=True):
-            sharded.refuse_lost_writes(before)
-            sharded.drop_shards_gradients()
+        for sharded in self.whole_in_steps:
+            sharded.end_step()
         changed = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         self._gather(changed, all_models=others_changed)
         self._enter()

@@ -18,12 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dream_trainer.compat.fully_shard import as_one_backward
-from dream_trainer.compat.pipelining import (
-    ScheduledStage,
-    as_tuple,
-    new_schedule,
-    refresh_copy,
-)
+from dream_trainer.compat.pipelining import ScheduledStage, as_tuple, new_schedule, refresh_copy
 from dream_trainer.compat.pytorch import is_dtensor, write_count
 from dream_trainer.distributed.ranks import refuse_differences
 from dream_trainer.distributed.seeds import numbers_of_place, preserved_random_state
@@ -34,7 +29,8 @@ from dream_trainer.modules.forward_state import as_before
 from dream_trainer.nested import concatenated, leaves, map_tensors
 from dream_trainer.parallel.expert_exchange import without_exchange
 from dream_trainer.parallel.micro_batches import cut, digest, rows_of, shapes_of
-from dream_trainer.parallel.pipeline_stages import Apart, view_of, without_value
+from dream_trainer.parallel.pipeline_stages import Apart, view_of
+from dream_trainer.parallel.plain_run import without_value
 from dream_trainer.parallel.sharding import fsdp_modules, outermost_fsdp_modules
 
 Weight = Tensor | float
@@ -60,9 +56,6 @@ class Pipelined(Changed):
             return super().__call__(*args, **kwargs)
         return self._pipeline.call((args, kwargs))
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(*args, **kwargs)
-
 
 class _Seen(NamedTuple):
     """Tensors like this rank's parts of those that a stage gets and gives."""
@@ -75,9 +68,7 @@ class _Seen(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Pipeline:
-    """Runs a model whose stages lie on the ranks of a pipeline. All ranks call each method, with the same batch.
-
-    `whole` are models that are whole on each rank. Where one is trained, a loss's backward is not split."""
+    """Runs a model whose stages lie on the ranks of a pipeline. All ranks call each method, with the same batch."""
 
     model: nn.Module
     stages: Stages
@@ -91,7 +82,7 @@ class Pipeline:
     aside: Callable[[], AbstractContextManager[Any]]
     beside: Mapping[nn.Module, Pipeline]
     splits_backwards: bool
-    whole: Sequence[nn.Module]
+    whole: Sequence[nn.Module]  # models that each rank has; where one is trained, a loss's backward is not split
     verify: Callable[..., None] | None = None
     is_running = False  # whether a call of the model is one of its stage
 
@@ -136,9 +127,7 @@ class Pipeline:
     # -- training
 
     def accept(self, inputs: Any, targets: Any, weight: Callable[[Any], Weight] | None) -> list[Weight] | None:
-        """Weights of the micro-batches of a batch for training, by their targets; refuses an unfit batch on all ranks.
-
-        The first batch is compared between the ranks of the pipeline, by a collective."""
+        """Weights of a batch's micro-batches, by their targets; the first batch is compared between ranks, on all."""
         # A graph would continue beyond the first or last stage.
         if any(leaf.requires_grad for leaf in leaves((inputs, targets)) if isinstance(leaf, Tensor)):
             raise StepError(
@@ -224,12 +213,9 @@ class Pipeline:
 
     def _built_for(self, inputs: Any) -> Schedule:
         key = shapes_of(inputs)
-        built = self._built.pop(key, None)
-        if built is None:
-            built = self._build(inputs)
-            while len(self._built) >= _KEPT_SCHEDULES:  # each has room for what it receives
-                del self._built[next(iter(self._built))]
-        self._built[key] = built
+        self._built[key] = built = self._built.pop(key, None) or self._build(inputs)
+        if len(self._built) > _KEPT_SCHEDULES:  # each has room for what it receives
+            del self._built[next(iter(self._built))]
         return built
 
     def _build(self, inputs: Any) -> Schedule:
@@ -370,9 +356,7 @@ def _checked(loss: Any) -> Tensor:
 
 def _mean(total: Tensor, weights: list[Weight]) -> Tensor:
     """`total` over the sum of `weights`; as it is where that is 0, and so there is nothing to be the mean of."""
-    weight = weights[0]
-    for other in weights[1:]:
-        weight = weight + other
+    weight = sum(weights[1:], start=weights[0])
     if isinstance(weight, Tensor):
         return total / weight.masked_fill(weight == 0, 1)
     return total / (weight or 1)

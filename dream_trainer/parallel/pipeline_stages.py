@@ -22,7 +22,7 @@ from dream_trainer.compat.pytorch import is_dtensor
 from dream_trainer.errors import ConfigError, HookError, StepError
 from dream_trainer.modules.class_change import Changed, change_class, own_class
 from dream_trainer.nested import map_tensors
-from dream_trainer.parallel.plain_run import WRONG, Back, all_gather_objects
+from dream_trainer.parallel.plain_run import WRONG, Back, all_gather_objects, without_value
 from dream_trainer.parallel.sharding import is_held
 from dream_trainer.users_code import failing_frame, line_of
 
@@ -340,7 +340,3 @@ def _kinds(values: Any) -> str:
     if isinstance(values, tuple | list):
         return _kinds(values[0]) if len(values) == 1 else f"({', '.join(map(_kinds, values))})"
     return f"a {type(values).__name__}"
-
-
-def without_value(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)

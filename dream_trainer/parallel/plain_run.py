@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,16 +35,6 @@ Back = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], Sequence
 """Computes gradients from outputs and their cotangents; returns those of inputs."""
 
 
-class _Look(NamedTuple):
-    """A parameter or buffer, and which rank of the pipeline has it."""
-
-    owner: int
-    is_buffer: bool
-    is_trained: bool
-    shape: torch.Size
-    dtype: torch.dtype
-
-
 class WholeTensors:
     """Whole parameters and buffers of a model; all ranks of a pipeline request them in the same order."""
 
@@ -52,31 +42,27 @@ class WholeTensors:
         self._device, self._group = device, group
         parameters = dict(model.named_parameters(remove_duplicate=False))
         self.own: dict[str, Tensor] = parameters | dict(model.named_buffers(remove_duplicate=False))
-        looks = {
-            name: (name not in parameters, tensor.requires_grad, tensor.shape, tensor.dtype)
-            for name, tensor in self.own.items()
-        }
-        self._looks: dict[str, _Look] = {}
+        looks = {name: (name not in parameters, without_value(tensor)) for name, tensor in self.own.items()}
+        # Which rank of the pipeline has it, whether it is a buffer, and a tensor like it.
+        self._looks: dict[str, tuple[int, bool, Tensor]] = {}
         for rank, of_rank in enumerate(all_gather_objects(looks, group)):
             for name, look in of_rank.items():
-                self._looks.setdefault(name, _Look(rank, *look))
+                self._looks.setdefault(name, (rank, *look))
 
     def buffers(self) -> list[str]:
-        return [name for name, look in self._looks.items() if look.is_buffer]
+        return [name for name, (_, is_buffer, _) in self._looks.items() if is_buffer]
 
     def is_trained(self, name: str) -> bool:
-        return self._looks[name].is_trained
+        return self._looks[name][2].requires_grad
 
     def __getitem__(self, name: str) -> Tensor:
         """A collective if ranks have parts of it, or stages."""
-        look, group = self._looks[name], self._group
-        if group is None or look.owner == dist.get_rank(group):
-            value = plain(self.own[name]).to(self._device)
-        else:
-            value = torch.empty(look.shape, dtype=look.dtype, device=self._device)
+        (owner, _, like), group = self._looks[name], self._group
+        is_here = group is None or owner == dist.get_rank(group)
+        value = plain(self.own[name]).to(self._device) if is_here else torch.empty_like(like, device=self._device)
         if group is not None:
             value = value.contiguous()
-            dist.broadcast(value.flatten().view(torch.uint8), group=group, group_src=look.owner)
+            dist.broadcast(value.flatten().view(torch.uint8), group=group, group_src=owner)
         return value
 
 
@@ -118,12 +104,11 @@ class Gradients:
 
     def of_running_modules(self) -> AbstractContextManager[None]:
         """Records parameters as they are when their modules run, which is unsharded."""
-        units = {module: place for place, module in self._model.named_modules()}
-        wrapped = set(fsdp_modules(self._model))
+        units: set[nn.Module] = {self._model, *fsdp_modules(self._model)}  # type: ignore[arg-type]
         return removed_after(
             module.register_forward_pre_hook(partial(self._note, place))
-            for module, place in units.items()
-            if module is self._model or module in wrapped
+            for place, module in self._model.named_modules()
+            if module in units
         )
 
     def _note(self, place: str, module: nn.Module, _args: Any) -> None:
@@ -156,15 +141,13 @@ class Gradients:
                     rank = parameter.device_mesh.get_local_rank(mesh_dim)
                     places[dim] = parts[rank] if rank < len(parts) else places[dim][:0]
         local = local_tensor(gradient)
-        self._add(self._own, path, self._sketch(path, local, places))
+        self._own[path] = self._own.get(path, 0) + self._sketch(path, local, places)
         return with_local(gradient, local.new_zeros(()).expand(local.shape))
 
     def add_whole(self, path: str, gradient: Tensor) -> None:
         path = self._path[path]
-        self._add(self._whole, path, self._sketch(path, gradient, [torch.arange(size) for size in gradient.shape]))
-
-    def _add(self, sketches: dict[str, Tensor], path: str, sketch: Tensor) -> None:
-        sketches[path] = sketches[path] + sketch if path in sketches else sketch
+        places = [torch.arange(size) for size in gradient.shape]
+        self._whole[path] = self._whole.get(path, 0) + self._sketch(path, gradient, places)
 
     def _sketch(self, path: str, gradient: Tensor, places: Sequence[Tensor]) -> Tensor:
         """The sketch of a part, whose elements along each dimension lie at `places` of the parameter."""
@@ -207,12 +190,7 @@ class PlainRun:
     """
 
     def __init__(
-        self,
-        whole: nn.Module,
-        blocks: Sequence[str],
-        tensors: WholeTensors,
-        gradients: Gradients,
-        device: torch.device,
+        self, whole: nn.Module, blocks: Sequence[str], tensors: WholeTensors, gradients: Gradients, device: torch.device
     ) -> None:
         self.anchor, self.device = torch.zeros((), requires_grad=True), device
         self._whole, self._tensors, self.gradients = whole, tensors, gradients
@@ -292,6 +270,10 @@ def copied_without_values(model: nn.Module) -> nn.Module:
         is_parameter = isinstance(tensor, nn.Parameter)
         without_values[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
     return copy.deepcopy(model, without_values)
+
+
+def without_value(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
 
 
 def plain(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ gradients, so `FSDPParameters.min_group_mib` limits it to small models.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from dream_trainer.compat.pytorch import (
 from dream_trainer.errors import StepError
 from dream_trainer.gradient_state import OwnTime
 
-_stepped_as_shard = OfTensors[bool]()  # whole parameters
+_stepped_as_shard: MutableMapping[Tensor, bool] = OfTensors()  # whole parameters
 _ALIGNMENT = 16  # bytes; any dtype can be viewed at such an offset
 
 
@@ -91,7 +91,7 @@ class ShardedModel:
     def _shard(self, parameter: nn.Parameter) -> nn.Parameter:
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        start, rows = _rows_of(self._rank, parameter.shape[0], self._n_ranks)
+        start, rows = rows_of(self._rank, parameter.shape[0], self._n_ranks)
         local = parameter.detach().narrow(0, start, rows).clone(memory_format=torch.contiguous_format)
         placements = [*[Replicate()] * (self._mesh.ndim - 1), Shard(0)]
         contiguous = torch.empty(parameter.shape, device="meta").stride()
@@ -120,14 +120,14 @@ class ShardedModel:
             requires_grad=shard.requires_grad,
         )
         vars(whole).update(vars(shard))
-        _stepped_as_shard.set(whole, True)
-        start, rows = _rows_of(self._rank, shard.shape[0], self._n_ranks)
+        _stepped_as_shard[whole] = True
+        start, rows = rows_of(self._rank, shard.shape[0], self._n_ranks)
         return _Parameter(shard, whole, whole.data, slots, start, rows)
 
     def _lay_out(self) -> None:
         """Places of all shards in one flat tensor of bytes, which a single collective gathers from all ranks."""
         shards = [p.shard for p in self._parameters]
-        most = [_rows_of(0, shard.shape[0], self._n_ranks)[1] for shard in shards]  # of the largest part
+        most = [rows_of(0, shard.shape[0], self._n_ranks)[1] for shard in shards]  # of the largest part
         n_bytes = [n * math.prod(p.shape[1:]) * p.dtype.itemsize for n, p in zip(most, shards, strict=True)]
         sizes = [math.ceil(n / _ALIGNMENT) for n in n_bytes]
         total = _ALIGNMENT * sum(sizes)
@@ -144,7 +144,7 @@ class ShardedModel:
             if parameter.rows:
                 self._sending.append(_part(self._sent, offset, parameter.rows, parameter.values))
             for rank in range(self._n_ranks):
-                start, rows = _rows_of(rank, parameter.values.shape[0], self._n_ranks)
+                start, rows = rows_of(rank, parameter.values.shape[0], self._n_ranks)
                 if rows:
                     self._receiving.append(_part(self._received, rank * total + offset, rows, parameter.values))
                     self._places.append(parameter.whole.detach().narrow(0, start, rows))
@@ -211,9 +211,11 @@ class ShardedModel:
         of = next(one for one in self._parameters if one.whole is parameter)
         return with_local(of.shard, of.own_rows(tensor.detach()).clone(memory_format=torch.contiguous_format))
 
-    def refuse_lost_writes(self, writes: Sequence[int]) -> None:
-        """Raises StepError if a whole parameter was written to while the shards count."""
-        for parameter, before, now in zip(self._parameters, writes, self.whole_writes(), strict=True):
+    def end_step(self) -> None:
+        """Raises StepError if a whole parameter was written to since `begin_step`: the shards count."""
+        for parameter, before in zip(self._parameters, self._whole_writes, strict=True):
+            parameter.shard.grad = None
+            now = write_count(parameter.whole)
             if now != before:
                 name = next(n for n, p in self._model.named_parameters() if p is parameter.shard)
                 raise StepError(
@@ -222,18 +224,13 @@ class ShardedModel:
                     "attributes in lists, dicts or tuples."
                 )
 
-    def whole_writes(self) -> list[int]:
-        return [write_count(parameter.whole) for parameter in self._parameters]
-
-    def give_gradients_to_shards(self) -> None:
+    def begin_step(self) -> None:
+        """Gives the shards their part of the gradients."""
+        self._whole_writes = [write_count(parameter.whole) for parameter in self._parameters]
         for parameter in self._parameters:
             gradient = parameter.whole.grad
             if gradient is not None:
                 parameter.shard.grad = with_local(parameter.shard, parameter.own_rows(gradient).contiguous())
-
-    def drop_shards_gradients(self) -> None:
-        for parameter in self._parameters:
-            parameter.shard.grad = None
 
     def drop_gradients(self) -> None:
         for parameter in self._parameters:
@@ -275,7 +272,7 @@ def shardable_bytes(model: nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
-def _rows_of(rank: int, n_rows: int, n_ranks: int) -> tuple[int, int]:
+def rows_of(rank: int, n_rows: int, n_ranks: int) -> tuple[int, int]:
     """First row and number of rows of a rank's part, cut as `torch.chunk` cuts."""
     most = math.ceil(n_rows / n_ranks)
     start = min(rank * most, n_rows)

@@ -13,13 +13,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from dream_trainer.compat.pytorch import (
-    gathered_twins,
-    is_dtensor,
-    local_tensor,
-    shard_dim,
-    whole_parameters,
-)
+from dream_trainer.compat.pytorch import gathered_twins, is_dtensor, local_tensor, shard_dim, whole_parameters
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.modules.class_change import Changed, change_class, own_class
 
@@ -46,8 +40,7 @@ def shard_by_blocks(
     is_cut: bool,
     is_part: Callable[[nn.Parameter], bool],
 ) -> None:
-    """Wraps each block, then the root, with `fully_shard`. Under mixed precision the root's outputs are float32, unless
-    the model is cut. Parameters without a dimension, and those that an axis has divided, stay as they are."""
+    """Wraps each block, then the root, with `fully_shard`, and leaves out scalars and what an axis has divided."""
     from torch.distributed.fsdp import fully_shard
 
     _refuse_ties_across(model, blocks)
@@ -240,9 +233,6 @@ class KeepsWeightsInPlace(Changed):
 
     def flatten_parameters(self) -> None:
         """Does nothing: on CUDA weights would move into one piece of memory, where the next gather finds none."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(*args, **kwargs)
 
 
 def keep_recurrent_weights_in_place(model: nn.Module) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from dream_trainer.errors import ConfigError, RanksDifferError
 from dream_trainer.modules.class_change import Changed, change_class, own_class
 from dream_trainer.nested import leaves
 from dream_trainer.parallel.micro_batches import shapes_of
-from dream_trainer.parallel.plain_run import removed_after
+from dream_trainer.parallel.plain_run import all_gather_objects, removed_after
 from dream_trainer.parallel.sharding import dim_of_part
 
 if TYPE_CHECKING:
@@ -65,35 +66,25 @@ def declare_random_layer(module: nn.Module, mesh: DeviceMesh, input_layout: Plac
                 f"declare_random_layer was given a {own_class(module).__name__} after {inside} had been declared. "
                 "Declare each random layer once, and no module around it."
             )
-    if is_cut:
-        place = mesh.get_local_rank()
-        change_class(module, DrawsForItsPart, key=place, _place=place)
-    else:
-        change_class(module, Declared)
+    place = mesh.get_local_rank() if is_cut else None
+    change_class(module, Declared, key=place, _place=place)
 
 
 class Declared(Changed):
-    """A random layer whose input layout is known."""
+    """A random layer whose input layout is known. One whose input is cut draws this rank's own numbers."""
+
+    _place: int | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(*args, **kwargs)
-
-
-class DrawsForItsPart(Declared):
-    """Draws this rank's own numbers."""
-
-    _place: int
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.training:
+        if self._place is None or not self.training:
             return super().forward(*args, **kwargs)
-        return self._drawn(*args, **kwargs)
+        return self._drawn(self._place, *args, **kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph cannot put generators back
-    def _drawn(self, *args: Any, **kwargs: Any) -> Any:
+    def _drawn(self, place: int, *args: Any, **kwargs: Any) -> Any:
         devices = (value.device for value in args if isinstance(value, Tensor) and not value.is_meta)
         device = next(devices, torch.device("cpu"))
-        with numbers_of_place(b"part", self._place, device):
+        with numbers_of_place(b"part", place, device):
             return super().forward(*args, **kwargs)
 
 
@@ -109,8 +100,6 @@ def undeclared_dropouts(models: Mapping[str, nn.Module]) -> list[str]:
 
 # -- Ranks that share layers need equal parts: PyTorch joins others wrongly, or ends the process. At the first batch of
 # some shapes, ranks therefore compare the inputs of each split module before it runs.
-
-_NUMBERS = 64  # that ranks send to describe a module's inputs: each tensor's number of dimensions and sizes
 
 
 class EqualParts:
@@ -144,25 +133,19 @@ class EqualParts:
                 )
             raise
 
-    @torch.no_grad()
     def _compare(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._last = module
-        given = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor) and not is_dtensor(x)]
-        numbers = [number for tensor in given for number in (tensor.ndim, *tensor.shape)][:_NUMBERS]
-        own = torch.tensor(numbers + [-1] * (_NUMBERS - len(numbers)), device=self._device)
-        by_rank = gathered_rows(own[None], self._group)
+        shapes = [[*x.shape] for x in leaves((args, kwargs)) if isinstance(x, Tensor) and not is_dtensor(x)]
+        by_rank = gathered_rows(torch.tensor([crc32(repr(shapes).encode())], device=self._device), self._group)
         if bool((by_rank != by_rank[0]).any()):
-            self._refuse(module, [_shapes(row) for row in by_rank.tolist()])
-
-    def _refuse(self, module: nn.Module, shapes: list[list[list[int]]]) -> None:
-        said = ", ".join(map(str, shapes))
-        # With several stages on a rank, each has its own copy of the non-block modules.
-        name = self._split.get(module, own_class(module).__name__)
-        raise RanksDifferError(
-            f"{name} is given parts of unequal sizes on the tensor_parallel={self._size} ranks: {said}. "
-            "A plan cuts into equal parts: use lengths of sequences (with sequence parallel), heads and hidden sizes "
-            f"that are multiples of {self._size}."
-        )
+            # With several stages on a rank, each has its own copy of the non-block modules.
+            name = self._split.get(module, own_class(module).__name__)
+            raise RanksDifferError(
+                f"{name} is given parts of unequal sizes on the tensor_parallel={self._size} ranks: "
+                f"{', '.join(map(str, all_gather_objects(shapes, self._group)))}. A plan cuts into equal parts: use "
+                "lengths of sequences (with sequence parallel), heads and hidden sizes that are multiples of "
+                f"{self._size}."
+            )
 
 
 def once_for_each_shape(step: Callable[[Any, int], Any], parts: EqualParts) -> Callable[[Any, int], Any]:
@@ -179,12 +162,3 @@ def once_for_each_shape(step: Callable[[Any, int], Any], parts: EqualParts) -> C
         return result
 
     return compared
-
-
-def _shapes(numbers: list[int]) -> list[list[int]]:
-    shapes = []
-    while numbers and numbers[0] >= 0:
-        ndim, *rest = numbers
-        shapes.append(rest[:ndim])
-        numbers = rest[ndim:]
-    return shapes

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from dream_trainer.compat.pytorch import (
+    AnyBatchNorm,
     default_generator_of,
     is_dtensor,
     local_tensor,
@@ -73,8 +74,7 @@ class Miss(NamedTuple):
         return self.error > self.rounding
 
 
-_UNSEEN = Miss(-1.0, 0.0, 0.0, 0.0)
-"""The miss of a block that only other ranks of the pipeline have."""
+_UNSEEN = Miss(-1.0, 0.0, 0.0, 0.0)  # of a block that only other ranks of the pipeline have
 
 
 def is_verifiable(devices: DeviceParameters) -> bool:
@@ -131,7 +131,11 @@ class Verification:
         if name not in self._wholes:
             return
         began, device = time.perf_counter(), self.world.device
-        with self._plainly(model, apart), preserved_random_state(device), as_before(model), _without_zeros(model):
+        # Without its module, which takes seconds to load, nothing is compiled.
+        is_loaded = "torch._dynamo" in sys.modules
+        eagerly = torch.compiler.set_stance("force_eager") if is_loaded else nullcontext()
+        evaluating = _without_draws(model, model if apart is None else None)
+        with eagerly, evaluating, preserved_random_state(device), as_before(model), _without_zeros(model):
             misses = self._compare(name, model, apart, args, kwargs)
         for module in fsdp_modules(model):
             module.reshard()
@@ -201,20 +205,8 @@ class Verification:
         }
         return misses
 
-    @contextmanager
-    def _plainly(self, model: nn.Module, apart: Apart | None) -> Iterator[None]:
-        """Inside, nothing is compiled, and all modules are in evaluation mode, but batch norms outside stages."""
-        takeover = self.takeover()
-        uncompiled = nullcontext() if takeover is None else takeover.uncompiled()
-        # Without its module, which takes seconds to load, nothing is compiled.
-        is_loaded = "torch._dynamo" in sys.modules
-        eagerly = torch.compiler.set_stance("force_eager") if is_loaded else nullcontext()
-        with eagerly, uncompiled, _without_draws(model, model if apart is None else None):
-            yield
-
-    def _aside(self) -> Any:
-        takeover = self.takeover()
-        return nullcontext() if takeover is None else takeover.aside()
+    def _aside(self) -> AbstractContextManager[None]:
+        return nullcontext() if (takeover := self.takeover()) is None else takeover.aside()
 
     def _with_cotangents(self, given: Any, expected: Any) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Outputs that have gradients, with fixed random cotangents: this rank's two, and the whole ones."""
@@ -421,28 +413,18 @@ class Verification:
             )
 
     def _worst_of_ranks(self, misses: Sequence[Miss], stages: dist.ProcessGroup | None) -> list[Miss]:
-        world = self.world
-        assert world.mesh is not None  # ranks share something
-        worst = torch.tensor(misses, dtype=torch.float64, device=world.device)
-        groups = [world.mesh[dim].get_group() for dim in ("cp", "tp") if world.mesh[dim].size() > 1]
-        for group in groups if stages is None else [*groups, stages]:
-            of_ranks = [torch.empty_like(worst) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(of_ranks, worst, group=group)
-            stacked = torch.stack(of_ranks)
-            worst = stacked[stacked[..., 0].argmax(0), torch.arange(len(worst), device=worst.device)]
-        return [Miss(*values) for values in worst.tolist()]
+        mesh = self.world.mesh
+        assert mesh is not None  # ranks share something
+        for group in (*(mesh[dim].get_group() for dim in ("cp", "tp") if mesh[dim].size() > 1), stages):
+            misses = [max(of_ranks) for of_ranks in zip(*all_gather_objects(misses, group), strict=True)]
+        return list(misses)
 
     def _refuse(self, name: str, wrong: Sequence[str], misses: Mapping[str, Miss]) -> None:
         outputs = [place for place in wrong if not place.startswith("the gradient")]
         # A wrong gradient spreads to earlier layers, so the last one is at or next to its origin.
         place = outputs[0] if outputs else wrong[-1]
         miss, devices = misses[place], self.devices
-        sizes = {
-            "context_parallel": devices.context_parallel,
-            "expert_parallel": devices.expert_parallel,
-            "pipeline_parallel": devices.pipeline_parallel,
-            "tensor_parallel": devices.tensor_parallel,
-        }
+        sizes = {axis: vars(devices)[axis] for axis in _CAUSES_OF_OUTPUTS}
         mesh = " and ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
         causes = _CAUSES_OF_OUTPUTS if outputs else _CAUSES_OF_GRADIENTS
         likely = "; or ".join(causes[axis] for axis, size in sizes.items() if size > 1)
@@ -457,11 +439,11 @@ class Verification:
 _CAUSES_OF_OUTPUTS = {
     "context_parallel": "it looks at other positions within this rank's part, or counts them from 0 "
     "(docs/context-parallel.md)",
-    "tensor_parallel": "it counts heads or widths by the config, or its plan does not give its layers what they expect "
-    "(docs/tensor-parallel.md)",
     "expert_parallel": "it sends tokens to other experts (docs/experts.md)",
     "pipeline_parallel": "a stage does what belongs to layers that others hold, or lacks what they compute: one end of "
     "a skip connection has to cross as well (docs/pipeline-parallel.md)",
+    "tensor_parallel": "it counts heads or widths by the config, or its plan does not give its layers what they expect "
+    "(docs/tensor-parallel.md)",
 }
 _CAUSES_OF_GRADIENTS = {
     "context_parallel": "attention is called in a torch.autograd.Function, or in torch.utils.checkpoint with "
@@ -490,7 +472,7 @@ def _without_draws(model: nn.Module, as_in: nn.Module | None) -> Iterator[None]:
     norms = [
         (module, others[name].training)
         for name, module in model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and name in others
+        if isinstance(module, AnyBatchNorm) and name in others
     ]
     with in_evaluation([model]):
         for norm, is_training in norms:

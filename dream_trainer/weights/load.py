@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -181,7 +181,7 @@ def load_weights(
     on_all_ranks(world, task, verify)
     on_all_ranks(world, task, lambda: _fill(files, targets))
     for target in targets:
-        _origins.set(target.tensor, Origin(str(path.resolve()), target.source))
+        _origins[target.tensor] = Origin(str(path.resolve()), target.source)
     if world.is_main and not report.is_complete:
         messages = filter(None, (str(report), rename_hint(report)))
         logger.warning("%s fits the model in part: %s", path, "\n  ".join(messages))
@@ -193,7 +193,7 @@ class Origin(NamedTuple):
     name: str  # the tensor's name there
 
 
-_origins = OfTensors[Origin]()
+_origins: MutableMapping[Tensor, Origin] = OfTensors()
 
 
 def origin_of(tensor: Tensor) -> Origin | None:

@@ -347,21 +347,20 @@ def test_buffers_are_persistent_if_the_state_dict_has_them() -> None:
     assert own == list(module.state_dict()) == ["kept", "changed"]
 
 
-def test_a_value_is_of_one_tensor_and_goes_with_it() -> None:
-    known = pytorch.OfTensors[str]()
+def test_norms_are_known_by_what_they_keep() -> None:
+    norms = [torch.nn.BatchNorm1d(2), torch.nn.SyncBatchNorm(2), torch.nn.InstanceNorm3d(2), torch.nn.LayerNorm(2)]
+    assert [isinstance(norm, pytorch.NormWithStatistics) for norm in norms] == [True, True, True, False]
+    assert [isinstance(norm, pytorch.AnyBatchNorm) for norm in norms] == [True, True, False, False]
+
+
+def test_a_value_is_of_one_tensor_and_goes_with_it_also_when_its_python_object_is_back() -> None:
+    known, holder = pytorch.OfTensors(), torch.nn.Linear(2, 2)
     first, equal = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
-    known.set(first, "a file")
+    known[first] = known[holder.weight] = "a file"
     assert (known.get(first), known.get(equal)) == ("a file", None)
-    del first
-    assert not known._values.data
-
-
-def test_a_python_object_that_died_before_its_tensor_is_known_when_it_is_back() -> None:
-    known = pytorch.OfTensors[str]()
-    holder = torch.nn.Linear(2, 2)
-    known.set(holder.weight, "a file")
     product = holder.weight * 2  # the graph holds the tensor
-    del holder
+    del first, holder
+    assert len(known) == 1
     assert known.get(product.grad_fn.next_functions[0][0].variable) == "a file"
 
 

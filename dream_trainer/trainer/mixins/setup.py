@@ -26,7 +26,7 @@ from dream_trainer.optim.muon import Muon
 from dream_trainer.optim.optimizers import refuse_unshardable
 from dream_trainer.parallel.axes import AXES
 from dream_trainer.parallel.axis import AxisSetup, Parallelism
-from dream_trainer.parallel.joined_buffers import JoinedBuffers, make_equal, real_tensors
+from dream_trainer.parallel.joined_buffers import JoinedBuffers, make_equal
 from dream_trainer.parallel.sharding import (
     is_cut,
     keep_recurrent_weights_in_place,
@@ -176,7 +176,7 @@ def _init_weights(runtime: Runtime, build: Build) -> None:
 
 def _make_real_weights_equal(runtime: Runtime) -> None:
     """What was built before `configure_models`, or is real otherwise, may differ by rank."""
-    differ = make_equal(real_tensors(runtime.registry.models()), runtime.world)
+    differ = make_equal(runtime.registry.models(), runtime.world)
     if differ:
         runtime.warn_once(
             "real weights",
