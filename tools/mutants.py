@@ -1722,10 +1722,10 @@ MUTANTS = [
         "tests/trainer/test_names.py",
     ),
     Mutant(
-        "a batch is lost where a lot of batches ends",
+        "the last whole batch of a pass is lost",
         "dream_trainer/data/sampler.py",
-        "full[block : block + 64]",
-        "full[block : block + 63]",
+        "sharding.batch_size, last, sharding.chunk_size)",
+        "sharding.batch_size, last - sharding.chunk_size, sharding.chunk_size)",
         "tests/data/test_sampler.py",
     ),
     Mutant(
@@ -1962,8 +1962,8 @@ MUTANTS = [
     Mutant(
         "lanes go by the place of a worker",
         "dream_trainer/data/lane_stream.py",
-        "number % num_readers for number, chain",
-        "number // num_readers % num_readers for number, chain",
+        "self._readers[chain % len(self._readers)]",
+        "self._readers[chain // len(self._readers) % len(self._readers)]",
         "tests/data/test_lanes.py -k hand_written",
     ),
     Mutant(

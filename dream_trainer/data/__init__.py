@@ -9,11 +9,8 @@ from dream_trainer.lazy_names import lazy_names
 if TYPE_CHECKING:
     from dream_trainer.data.lane_stream import StreamLoader as StreamLoader
     from dream_trainer.data.loader import DistributedDataLoader as DistributedDataLoader, PerRankLoader as PerRankLoader
-    from dream_trainer.data.loader_groups import (
-        AlternatingLoaders as AlternatingLoaders,
-        LoaderGroup as LoaderGroup,
-    )
-    from dream_trainer.data.mixtures.mixture import Mixture as Mixture, mixture_of as mixture_of
+    from dream_trainer.data.loader_groups import AlternatingLoaders as AlternatingLoaders, LoaderGroup as LoaderGroup
+    from dream_trainer.data.mixtures.mixture import Mixture as Mixture
     from dream_trainer.data.mixtures.mixture_order import Stage as Stage
     from dream_trainer.data.ordered import ENDLESS as ENDLESS, OrderedDataset as OrderedDataset
     from dream_trainer.data.packing.attention_mask import (

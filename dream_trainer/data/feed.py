@@ -83,11 +83,11 @@ class WindowFeed:
         now, ahead = self._world.all_gather(sizes).unbind(1)
         if now.min() < self._accumulation:
             self.window = _cut(self.window, int(now.min()))
-            self._report(now, ahead)
+            self._report(int((now - now.min()).sum() + ahead.sum()))
             self._ahead, self._is_ahead_fetched = None, True
         elif ahead.min() < self._accumulation:
             self._ahead = _cut(self._ahead, int(ahead.min()))
-            self._report(ahead)
+            self._report(int((ahead - ahead.min()).sum()))
 
     def take(self) -> Window | None:
         """The window to train now; None if a pass had none for all ranks."""
@@ -140,8 +140,7 @@ class WindowFeed:
         self.window = self._ahead = None
         self._is_fetched = self._is_ahead_fetched = False
 
-    def _report(self, cut: torch.Tensor, dropped: torch.Tensor | None = None) -> None:
-        left_over = int(cut.sum() - cut.min() * len(cut)) + (0 if dropped is None else int(dropped.sum()))
+    def _report(self, left_over: int) -> None:
         if left_over and self._world.is_main:
             logger.warning(
                 "The data of some ranks ended first: of the others', at least %s, is not trained in this pass.",

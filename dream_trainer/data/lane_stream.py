@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, asdict, dataclass
-from itertools import count, islice
+from itertools import count, islice, product
 from multiprocessing.context import BaseContext
 from typing import Any, NamedTuple
 
@@ -35,14 +35,6 @@ MOST_TURNS = 4  # sets of lanes where the user does not say
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
-    """Lanes of one turn that fill whole micro-batches among themselves, so a single worker can load them."""
-
-    turn: int
-    lanes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class LanePlan:
     num_shards: int
     global_batch: int
@@ -62,14 +54,15 @@ class LanePlan:
         turn = lane // self.lanes
         return max(0, -(-(steps - turn) // self.turns)) * self.per_lane
 
-    def chains(self, batch_size: int, dp_rank: int, dp_size: int) -> list[Chain]:
-        """One rank's lanes, cut into the smallest parts that fill whole micro-batches of `batch_size`."""
+    def chains(self, batch_size: int, dp_rank: int, dp_size: int) -> list[range]:
+        """One rank's lanes, turn by turn, cut into the smallest chains that fill whole micro-batches of `batch_size`
+        among themselves, so that a single worker can load each."""
         share = self.lanes // dp_size
         length = batch_size // math.gcd(batch_size, self.per_lane)
         return [
-            Chain(turn, tuple(range(first, first + length)))
-            for turn in range(self.turns)
-            for first in range(turn * self.lanes + dp_rank * share, turn * self.lanes + (dp_rank + 1) * share, length)
+            range(first, first + length)
+            for of_turn in range(dp_rank * share, self.lanes * self.turns, self.lanes)
+            for first in range(of_turn, of_turn + share, length)
         ]
 
 
@@ -84,8 +77,7 @@ def lane_plan(num_shards: int, global_batch: int, dp_size: int, lanes: int | Non
             f"{num_shards} shards of the source. Use {spell(possible)}."
         )
     if lanes % dp_size:
-        ranks = [size for size in divisors(lanes) if size <= num_shards]
-        fitting = [lane for lane in possible if lane % dp_size == 0]
+        ranks, fitting = divisors(lanes), [lane for lane in possible if lane % dp_size == 0]
         other = f", or lanes={spell(fitting)} in a new run" if fitting else ""
         raise DataError(
             f"lanes={lanes} cannot be dealt evenly to dp_size={dp_size} data-parallel ranks ({num_shards} shards, "
@@ -115,7 +107,7 @@ class LaneState:
     reader: Any = None
 
 
-class Lane(Iterator[Any]):
+class Lane:
     def __init__(
         self, loader: StreamLoader, plan: LanePlan, number: int, *, seed: int, start: LaneState, consumed: int
     ) -> None:
@@ -128,10 +120,7 @@ class Lane(Iterator[Any]):
         self._block_size = block_size(loader.transforms)
         self._reader: StatefulLoader | None = None
         self._iterator: Iterator[Any] | None = None
-        self._samples = self._from(start, consumed)
-
-    def __next__(self) -> Any:
-        return next(self._samples)
+        self.samples = self._from(start, consumed)
 
     def close(self) -> None:
         close(self._iterator)
@@ -141,7 +130,9 @@ class Lane(Iterator[Any]):
         order = self._order(state.epoch)
         while True:
             state.skipped = self.calls.skipped
-            begun: bytes | None = self._copied()
+            if self._reader is not None:
+                state.reader = self._reader.state_dict()
+            begun: bytes | None = pickle.dumps(asdict(state))  # by value, before anything more is read
             block = self.calls.transformed(self._loader.transforms, self._block(order))
             for item in block:
                 state.yielded += 1
@@ -166,16 +157,8 @@ class Lane(Iterator[Any]):
 
     def _block(self, order: Sequence[int]) -> Iterator[Item]:
         """The next samples as the source has them, up to a whole block, and none of the next epoch."""
-        for _ in range(self._block_size):
-            item = self._read(order)
-            if item is None:
-                return
-            yield item
-
-    def _read(self, order: Sequence[int]) -> Item | None:
-        """The next sample of this epoch; None at its end."""
-        state, source = self._state, self._loader.source
-        while state.place < len(order):
+        state, source, left = self._state, self._loader.source, self._block_size
+        while left and state.place < len(order):
             shard = order[state.place]
             name = source.name(shard)
             try:
@@ -192,15 +175,8 @@ class Lane(Iterator[Any]):
                 raise DataError(f"sample {state.read} of {name} cannot be read: {what}") from error
             else:
                 item = Item(value, state.number, name, state.read)
-                state.number, state.read = state.number + 1, state.read + 1
-                return item
-        return None
-
-    def _copied(self) -> bytes:
-        """The state by value, before anything more is read."""
-        if self._reader is not None:
-            self._state.reader = self._reader.state_dict()
-        return pickle.dumps(asdict(self._state))
+                state.number, state.read, left = state.number + 1, state.read + 1, left - 1
+                yield item
 
     def _order(self, epoch: int) -> Sequence[int]:
         if not self._loader.shuffle_shards:
@@ -233,33 +209,26 @@ def close(iterator: Iterator[Any] | None) -> None:
 
 def refuse_forgetful(source: ShardedSource, shard: int) -> None:
     """Reads a few samples of a shard twice, the second time from a state; raises if they differ."""
+    iterator: Iterator[Any] | None = None
     try:
-        expected, found = _read_twice(source, shard)
+        reader, iterator = opened(source, shard, 0, None)
+        for _ in islice(iterator, 4):
+            pass
+        state = pickle.loads(pickle.dumps(reader.state_dict()))
+        expected = [summary(sample) for sample in islice(iterator, 16)]
+        close(iterator)
+        _, iterator = opened(source, shard, 0, state)
+        found = [summary(sample) for sample in islice(iterator, 16)]
     except Exception:  # the lane that reads the shard will raise it too, with the sample
         return
+    finally:
+        close(iterator)
     if found != expected:
         raise DataError(
             f"{source.name(shard)} does not come back to where it was by its own state: other samples follow it than "
             "before. It may shuffle in a buffer or draw from random generators that its state leaves out. Let it read "
             "in order, and use shuffle_shards=True and the transforms Shuffle and Map of dream_trainer.data."
         )
-
-
-def _read_twice(source: ShardedSource, shard: int) -> tuple[list[Any], list[Any]]:
-    reader, iterator = opened(source, shard, 0, None)
-    try:
-        for _ in islice(iterator, _READ_BEFORE):
-            pass
-        state = pickle.loads(pickle.dumps(reader.state_dict()))
-        expected = [summary(sample) for sample in islice(iterator, _READ_AFTER)]
-        close(iterator)
-        _, iterator = opened(source, shard, 0, state)
-        return expected, [summary(sample) for sample in islice(iterator, _READ_AFTER)]
-    finally:
-        close(iterator)
-
-
-_READ_BEFORE, _READ_AFTER = 4, 16
 
 
 @dataclass(eq=False, repr=False)
@@ -317,7 +286,14 @@ class StreamLoader:
 
     def __post_init__(self) -> None:
         check_count("batch_size", self.batch_size, hint="Give the samples of one rank's micro-batch.")
-        self.source = sharded_source(self.source)
+        datasets = sys.modules.get("datasets")  # only a process that imported it can hold one of its objects
+        if datasets is not None and isinstance(self.source, datasets.IterableDataset):
+            self.source = HuggingFaceShards(self.source)
+        if not isinstance(self.source, ShardedSource):
+            raise DataError(
+                f"{type(self.source).__name__} is not a source in shards. Give a streaming dataset of Hugging Face, "
+                "WebDatasetShards or IterableShards; samples by number belong in a DistributedDataLoader."
+            )
         if self.source.num_shards < 1:
             raise DataError(f"the source ({type(self.source).__name__}) has 0 shards. Check its path and split.")
 
@@ -328,18 +304,6 @@ class StreamLoader:
                 yield from window.batches
         finally:
             stream.close()
-
-
-def sharded_source(source: object) -> ShardedSource:
-    if isinstance(source, ShardedSource):
-        return source
-    datasets = sys.modules.get("datasets")  # only a process that imported it can hold one of its objects
-    if datasets is not None and isinstance(source, datasets.IterableDataset):
-        return HuggingFaceShards(source)
-    raise DataError(
-        f"{type(source).__name__} is not a source in shards. Give a streaming dataset of Hugging Face, "
-        "WebDatasetShards or IterableShards; one with `__len__` and `__getitem__` belongs in a DistributedDataLoader."
-    )
 
 
 class LaneStream(TrainStream):
@@ -356,8 +320,6 @@ class LaneStream(TrainStream):
         self._dp_rank = dp_rank
         self._seed = seed
         self._chains = self._plan.chains(loader.batch_size, dp_rank, dp_size)
-        self._num_readers = min(max(1, loader.num_workers), len(self._chains))
-        self._is_read_by = _readers_of_batches(self._chains, self._num_readers, accumulation)
         self._position = DataPosition(0, 0, 0)
         self._states: dict[str, Any] = {}  # of this pass, by lane; never changed, since windows hold it
         self._readers: list[Iterator[Loaded]] | None = None
@@ -382,18 +344,34 @@ class LaneStream(TrainStream):
     def seek(
         self, position: DataPosition, rank_state: SavedState, *, is_pass_over: bool = False, state: SavedState = None
     ) -> None:
-        self.close()
-        if is_pass_over:
-            self._begin(position.epoch + 1)
-            return
+        self._begin(position.epoch + is_pass_over)
         steps, rest = divmod(position.samples, self._plan.global_batch)
+        if is_pass_over or not position.samples:
+            return
         if rest:
             done, size = position.samples, self._plan.global_batch
             raise DataError(f"The run resumes after {done} samples, no multiple of the global batch of {size}.")
-        self._begin(position.epoch)
-        if steps:
-            self._states = self._own_states(rank_state, steps)
-            self.skipped = {int(lane): kept["skipped"] for lane, kept in self._states.items()}
+        saved: dict[str, Any] = {"stream": {}, "lanes": {}} | (rank_state or {})
+        former, states = saved["stream"], saved["lanes"]
+        differing = [
+            f"{name}: {former.get(name)} then, {fact} now"
+            for name, fact in self._facts.items()
+            if former and former.get(name) != fact
+        ]
+        if differing:
+            raise DataError(
+                f"The run resumes in the middle of a stream that has changed ({'; '.join(differing)}). Give it the "
+                "source and options it had, or start another experiment."
+            )
+        # Lanes that this rank reads, and that were read before.
+        lanes = [lane for chain in self._chains for lane in chain if self._plan.consumed(lane, steps)]
+        missing = [lane for lane in lanes if str(lane) not in states]
+        if missing:
+            raise DataError(
+                f"The states of lanes {missing[:8]} are not known on this rank. Seek with the `united` ones."
+            )
+        self._states = {str(lane): states[str(lane)] for lane in lanes}
+        self.skipped = {int(lane): kept["skipped"] for lane, kept in self._states.items()}
         self._position = DataPosition(position.epoch, position.samples, steps * self._accumulation)
 
     def united(self, rank_states: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
@@ -419,7 +397,12 @@ class LaneStream(TrainStream):
             self._begin(position.epoch + 1)
             refuse(step == 0, f"The training data has not one whole step of all lanes: {end}", DataError)
             return None
-        self._take(marks)
+        begun = {str(mark.lane): pickle.loads(mark.begun) for mark in marks if mark.begun is not None}
+        self._states = self._states | begun if begun else self._states
+        for mark in marks:
+            self.skipped[mark.lane] = mark.skipped
+            for report in mark.reports:
+                logger.warning("skipped %s (lane %d has skipped %d)", report, mark.lane, mark.skipped)
         samples = position.samples + self._plan.global_batch
         self._position = DataPosition(position.epoch, samples, position.batches + self._accumulation)
         state = {"stream": self._facts, "lanes": self._states}
@@ -447,66 +430,34 @@ class LaneStream(TrainStream):
             self._readers = self._open(step)
         batches: list[Any] = []
         told: list[Mark] = []
+        turn, num_chains = step % self._plan.turns, len(self._chains) // self._plan.turns
+        of_turn = [*range(turn * num_chains, (turn + 1) * num_chains)]
         with preserved_random_state() if self._loader.num_workers == 0 else nullcontext():
-            for reader in self._is_read_by[step % self._plan.turns]:
-                batch, marks, end = next(self._readers[reader])
+            for chain in of_turn * (self._accumulation // num_chains):
+                batch, marks, end = next(self._readers[chain % len(self._readers)])
                 if end is not None:
                     return [], [], end
                 batches.append(batch)
-                told += marks or ()
+                told += marks
         return batches, told, None
 
-    def _take(self, marks: Sequence[Mark]) -> None:
-        begun = {str(mark.lane): pickle.loads(mark.begun) for mark in marks if mark.begun is not None}
-        self._states = self._states | begun if begun else self._states
-        for mark in marks:
-            self.skipped[mark.lane] = mark.skipped
-            for report in mark.reports:
-                logger.warning("skipped %s (lane %d has skipped %d)", report, mark.lane, mark.skipped)
-
-    def _own_states(self, rank_state: dict[str, Any] | None, steps: int) -> dict[str, Any]:
-        """States of the saved lanes that this rank reads and that were read before."""
-        saved = {} if rank_state is None else rank_state.get("stream", {})
-        now = self._facts.items() if saved else ()
-        differing = [f"{name}: {saved[name]} then, {fact} now" for name, fact in now if saved.get(name) != fact]
-        if differing:
-            raise DataError(
-                f"The run resumes in the middle of a stream that has changed ({'; '.join(differing)}). Give it the "
-                "source and options it had, or start another experiment."
-            )
-        lanes = [lane for chain in self._chains for lane in chain.lanes if self._plan.consumed(lane, steps)]
-        states = {} if rank_state is None else rank_state.get("lanes", {})
-        missing = [lane for lane in lanes if str(lane) not in states]
-        if missing:
-            raise DataError(
-                f"The run resumes after {steps} steps, and the states of lanes {missing[:8]} are not known on this "
-                "rank. Seek with the `united` states of all ranks."
-            )
-        return {str(lane): states[str(lane)] for lane in lanes}
-
     def _open(self, step: int) -> list[Iterator[Loaded]]:
-        readers: list[Iterator[Loaded]] = []
-        for number in range(self._num_readers):
-            chains = self._chains[number :: self._num_readers]
-            place = step, self._position.epoch, self._states
-            batches = LaneBatches(self._loader, self._plan, chains, self._seed, *place)
-            readers.append(self._in_worker(batches, step) if self._loader.num_workers else iter(batches))
+        """An iterator for each worker, which loads some chains, or for the training process."""
+        loader, epoch, readers = self._loader, self._position.epoch, list[Iterator[Loaded]]()
+        count = min(max(1, loader.num_workers), len(self._chains))
+        for number in range(count):
+            batches = LaneBatches(
+                loader, self._plan, self._chains[number::count], self._seed, step, epoch, self._states
+            )
+            if loader.num_workers == 0:
+                readers.append(iter(batches))
+                continue
+            generator = torch.Generator("cpu").manual_seed(
+                hash_seed(b"workers", self._seed, epoch, step, self._dp_rank)
+            )
+            # A process for each reader, which can then load any lanes in any order.
+            readers.append(started(worker_loader(batches, loader, generator, batch_size=None, num_workers=1)))
         return readers
-
-    def _in_worker(self, batches: LaneBatches, step: int) -> Iterator[Loaded]:
-        seed = hash_seed(b"workers", self._seed, self._position.epoch, step, self._dp_rank)
-        generator = torch.Generator(device="cpu").manual_seed(seed)
-        # A process for each reader, which can then load any lanes in any order.
-        return started(worker_loader(batches, self._loader, generator, batch_size=None, num_workers=1))
-
-
-def _readers_of_batches(chains: Sequence[Chain], num_readers: int, accumulation: int) -> list[list[int]]:
-    """For each turn, which reader loads each micro-batch of a step."""
-    readers = []
-    for turn in range(chains[-1].turn + 1):
-        of_turn = [number % num_readers for number, chain in enumerate(chains) if chain.turn == turn]
-        readers.append(of_turn * (accumulation // len(of_turn)))
-    return readers
 
 
 class Mark(NamedTuple):
@@ -517,8 +468,8 @@ class Mark(NamedTuple):
     reports: list[str]
 
 
-# A batch, what it tells of its lanes, and None; or at a pass's end two Nones, and why it is the end
-Loaded = tuple[Any, list[Mark] | None, str | None]
+# A batch, what it tells of its lanes, and None; or at a pass's end only why it is the end
+Loaded = tuple[Any, list[Mark], str | None]
 
 
 @dataclass(eq=False, repr=False)
@@ -527,17 +478,16 @@ class LaneBatches(IterableDataset[Loaded]):
 
     loader: StreamLoader
     plan: LanePlan
-    chains: Sequence[Chain]
+    chains: Sequence[range]
     seed: int
     first_step: int
     epoch: int
     states: Mapping[str, Any]  # of lanes that were read before
 
     def __iter__(self) -> Iterator[Loaded]:
-        first = self.chains[0].lanes[0]
-        refuse_forgetful(self.loader.source, self.plan.shards(first)[0])
+        refuse_forgetful(self.loader.source, self.plan.shards(self.chains[0][0])[0])
         lanes = {}
-        for number in (number for chain in self.chains for number in chain.lanes):
+        for number in (number for chain in self.chains for number in chain):
             start = LaneState(**self.states.get(str(number), {"epoch": self.epoch}))
             consumed = self.plan.consumed(number, self.first_step)
             lanes[number] = Lane(self.loader, self.plan, number, seed=self.seed, start=start, consumed=consumed)
@@ -549,27 +499,29 @@ class LaneBatches(IterableDataset[Loaded]):
 
     def _batches(self, lanes: Mapping[int, Lane]) -> Iterator[Loaded]:
         per_lane, size, collate = self.plan.per_lane, self.loader.batch_size, self.loader.collate_fn or default_collate
-        num_batches = len(self.chains[0].lanes) * per_lane // size  # of one chain in one step
+        num_batches = len(self.chains[0]) * per_lane // size  # of one chain in one step
         for step in count(self.first_step):
-            for batch in range(num_batches):
-                for chain in self.chains:
-                    if chain.turn != step % self.plan.turns:
-                        continue
-                    places = range(batch * size, (batch + 1) * size)
-                    numbers = [chain.lanes[place // per_lane] for place in places]
-                    samples = []
-                    for place, number in zip(places, numbers, strict=True):
-                        try:
-                            samples.append(next(lanes[number]))
-                        except StopIteration:
-                            yield None, None, _end(number, place % per_lane, per_lane)
-                            return
-                    if not collates_without_draws(collate):
-                        seed_cpu(hash_seed(b"collate", self.seed, step, numbers[0], batch))
-                    yield collate(samples), _marks(lanes, dict.fromkeys(numbers)), None
+            of_turn = [chain for chain in self.chains if chain[0] // self.plan.lanes == step % self.plan.turns]
+            for batch, chain in product(range(num_batches), of_turn):
+                places = range(batch * size, (batch + 1) * size)
+                numbers = [chain[place // per_lane] for place in places]
+                samples = []
+                for place, number in zip(places, numbers, strict=True):
+                    try:
+                        samples.append(next(lanes[number].samples))
+                    except StopIteration:
+                        end = (
+                            f"lane {number} has {place % per_lane} of the {per_lane} samples that a step takes from "
+                            "each lane. They, and the rest of the other lanes, are not read in this pass."
+                        )
+                        yield None, [], end
+                        return
+                if not collates_without_draws(collate):
+                    seed_cpu(hash_seed(b"collate", self.seed, step, numbers[0], batch))
+                yield collate(samples), _marks(lanes, dict.fromkeys(numbers)), None
 
 
-def _marks(lanes: Mapping[int, Lane], numbers: Iterable[int]) -> list[Mark] | None:
+def _marks(lanes: Mapping[int, Lane], numbers: Iterable[int]) -> list[Mark]:
     marks = []
     for number in numbers:
         lane = lanes[number]
@@ -577,11 +529,4 @@ def _marks(lanes: Mapping[int, Lane], numbers: Iterable[int]) -> list[Mark] | No
             marks.append(Mark(number, lane.begun, lane.calls.skipped, lane.calls.reports[:]))
             lane.begun = None
             lane.calls.reports.clear()
-    return marks or None
-
-
-def _end(lane: int, left: int, per_lane: int) -> str:
-    return (
-        f"lane {lane} has {left} of the {per_lane} samples that a step takes from each lane. They, and the rest of "
-        "the other lanes, are not read in this pass."
-    )
+    return marks

@@ -122,13 +122,11 @@ class PerRankLoader:
 
     def __init__(self, loader: Iterable[Any]) -> None:
         if isinstance(loader, (DistributedDataLoader, StreamLoader, PerRankLoader)):
-            raise DataError(
-                f"A {type(loader).__name__} is made for several ranks already. Use it without PerRankLoader."
-            )
+            raise DataError(f"A {type(loader).__name__} is made for several ranks already. Use it as it is.")
         self.loader = loader
 
 
-class ShardReader(Iterator[Any]):
+class ShardReader:
     """Reads one rank's part of a DistributedDataLoader's passes through torch's `DataLoader`, from any sample on."""
 
     def __init__(self, loader: DistributedDataLoader, sharding: Sharding, *, seed: int, shuffle: bool) -> None:
@@ -141,12 +139,13 @@ class ShardReader(Iterator[Any]):
         self._torch_loader: DataLoader[Any] | None = None
         self._iterator: Iterator[Any] | None = None
         self.ordered = loader.dataset if isinstance(loader.dataset, OrderedDataset) else None
-        self.marks: deque[tuple[int, Any]] = deque()  # of an OrderedDataset, with the ends of their batches
-        self._batches_end = 0
+        # Of an OrderedDataset, with the ends of their batches, for the windows that a checkpoint may be of.
+        self.marks: deque[tuple[int, Any]] = deque(maxlen=4096)
         self.begin(0, None)
 
     def begin(self, epoch: int, state: dict[str, Any] | None) -> None:
         """Makes an OrderedDataset begin pass `epoch`, or resume in it from `state`. Prefetched samples are dropped."""
+        self.marks.clear()
         if self.ordered is not None:
             self.ordered.begin(self.seed, state)
             self.ordered.set_epoch(epoch)
@@ -166,29 +165,20 @@ class ShardReader(Iterator[Any]):
         self.sampler.start(epoch, first, end)
         self.generator.manual_seed(hash_seed(b"workers", self.seed, epoch, first, self.sampler.sharding.dp_rank))
         self._iterator = started(self._torch_loader)
-        if self.ordered is None:
-            return self._iterator
-        self._batches_end = first
-        self.marks.clear()
-        return self
+        return self._iterator if self.ordered is None else self._marked(first)
 
-    def __next__(self) -> Any:
-        """The next batch of an OrderedDataset, whose mark it keeps."""
-        if self._iterator is None:
-            raise StopIteration
-        batch, mark = next(self._iterator)
-        self._batches_end += self.sampler.sharding.chunk_size
-        if mark is not None:
-            self.marks.append((self._batches_end, mark))
-        return batch
+    def _marked(self, end: int) -> Iterator[Any]:
+        """The batches of an OrderedDataset, whose marks it keeps."""
+        while self._iterator is not None and (loaded := next(self._iterator, None)) is not None:
+            batch, mark = loaded
+            end += self.sampler.sharding.chunk_size
+            if mark is not None:
+                self.marks.append((end, mark))
+            yield batch
 
     def newest_mark(self, position: int) -> Any:
         """The mark of the last batch that ends at or before `position`; None if it had none."""
         return next((mark for end, mark in reversed(self.marks) if end <= position), None)
-
-    def forget_marks_before(self, position: int) -> None:
-        while len(self.marks) > 1 and self.marks[1][0] <= position:
-            self.marks.popleft()
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -249,11 +239,11 @@ def loader_batch_size(loader: object) -> int | None:
         return loader_batch_size(loader.loader)
     if isinstance(loader, Mapping) and loader:
         loader = LoaderGroup(loader)
-    if isinstance(loader, LoaderGroup | AlternatingLoaders):
+    if isinstance(loader, LoaderGroup):
         sizes = [loader_batch_size(one) for one in loader.loaders.values()]
-        if isinstance(loader, LoaderGroup):
-            return None if None in sizes else sum(size or 0 for size in sizes)
-        return sizes[0] if len(set(sizes)) == 1 else None
+        if isinstance(loader, AlternatingLoaders):
+            return sizes[0] if len(set(sizes)) == 1 else None
+        return None if None in sizes else sum(size or 0 for size in sizes)
     if isinstance(loader, DistributedDataLoader | StreamLoader):
         return loader.batch_size
     if isinstance(loader, DataLoader):
@@ -262,7 +252,7 @@ def loader_batch_size(loader: object) -> int | None:
 
 
 def training_loaders(loader: Any) -> dict[str, Any]:
-    if isinstance(loader, LoaderGroup | AlternatingLoaders):
+    if isinstance(loader, LoaderGroup):
         return loader.loaders
     return dict(loader) if isinstance(loader, Mapping) else {"": loader}
 

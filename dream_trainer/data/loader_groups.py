@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import reduce
-from math import gcd
 from typing import Any, Literal, NamedTuple, get_args
 
 from dream_trainer.checks import refuse
@@ -41,11 +39,18 @@ class LoaderGroup:
     """
 
     def __init__(self, loaders: Mapping[str, Any], *, end: PassEnd = "longest") -> None:
-        self.loaders = _checked(loaders, end, type(self).__name__)
+        kind, ends = type(self).__name__, get_args(PassEnd)
+        if not isinstance(loaders, Mapping) or not loaders:
+            raise DataError(f'{kind} got {loaders!r}, no loaders. Give a dict, such as {{"text": ..., "images": ...}}.')
+        refuse(end not in ends, f"end={end!r} is not one of {', '.join(map(repr, ends))}.", DataError)
+        wrong = [name for name in loaders if not isinstance(name, str) or not name]
+        refuse(wrong, f"{kind} got loaders named {wrong}. Use strings for their names.", DataError)
+        refuse_shared(loaders)
+        self.loaders = dict(loaders)
         self.end: PassEnd = end
 
 
-class AlternatingLoaders:
+class AlternatingLoaders(LoaderGroup):
     """Named training loaders that take turns by optimizer steps: each batch is `(name, batch)` of one.
 
     All micro-batches of a step are from one loader, on all ranks, so a step's data depends neither on accumulation
@@ -65,14 +70,17 @@ class AlternatingLoaders:
     def __init__(
         self, loaders: Mapping[str, Any], ratio: Mapping[str, int] | None = None, *, end: PassEnd = "longest"
     ) -> None:
-        self.loaders = _checked(loaders, end, type(self).__name__)
-        self.end: PassEnd = end
-        self.ratio = dict.fromkeys(self.loaders, 1) if ratio is None else _checked_ratio(ratio, self.loaders)
+        super().__init__(loaders, end=end)
+        ratio = dict.fromkeys(self.loaders, 1) if ratio is None else ratio
+        is_whole = isinstance(ratio, Mapping) and set(ratio) == set(self.loaders)
+        if not is_whole or not all(type(count) is int and count > 0 for count in ratio.values()):
+            raise DataError(f"ratio={ratio!r} is not a whole number above 0 for each of the loaders {[*self.loaders]}.")
+        self.ratio = {name: ratio[name] for name in self.loaders}
         self.turns = turns(self.ratio)
 
 
 def turns(ratio: Mapping[str, int]) -> list[str]:
-    divisor = reduce(gcd, ratio.values())
+    divisor = math.gcd(*ratio.values())
     shares = {name: count // divisor for name, count in ratio.items()}
     total = sum(shares.values())
     owed, order = dict.fromkeys(shares, 0), []
@@ -85,95 +93,75 @@ def turns(ratio: Mapping[str, int]) -> list[str]:
     return order
 
 
-def _checked(loaders: Any, end: object, kind: str) -> dict[str, Any]:
-    if not isinstance(loaders, Mapping) or not loaders:
-        raise DataError(f'{kind} got {loaders!r}, no loaders. Give a dict, such as {{"text": ..., "images": ...}}.')
-    ends = get_args(PassEnd)
-    refuse(end not in ends, f"end={end!r} is not one of {', '.join(map(repr, ends))}.", DataError)
-    for name in loaders:
-        is_wrong = not isinstance(name, str) or not name
-        refuse(is_wrong, f"{kind} got a loader named {name!r}. Use a string for its name.", DataError)
-    refuse_shared(loaders)
-    return dict(loaders)
-
-
 def refuse_shared(parts: Mapping[str, object]) -> None:
     """Raises DataError where one object is there under two names: it has one place, and both would move it."""
     names: dict[int, str] = {}
     for name, part in parts.items():
         first = names.setdefault(id(part), name)
         if first != name:
-            raise DataError(
-                f"the training loaders {first!r} and {name!r} read the same {type(part).__name__}. Make one for each."
-            )
-
-
-def _checked_ratio(ratio: Any, loaders: Mapping[str, Any]) -> dict[str, int]:
-    is_whole = isinstance(ratio, Mapping) and set(ratio) == set(loaders)
-    if not is_whole or not all(type(count) is int and count > 0 for count in ratio.values()):
-        raise DataError(
-            f"ratio={ratio!r} is not a whole number of steps above 0 for each of the loaders {list(loaders)}, and no "
-            "other."
-        )
-    return {name: ratio[name] for name in loaders}
+            raise DataError(f"loaders {first!r} and {name!r} read the same {type(part).__name__}. Make one for each.")
 
 
 # -- The stream over them: each loader has its own place, and a checkpoint keeps the places of all after a window.
 
 
 class GroupStream(TrainStream):
-    """A window of each loader in every step, or with `turns` of one of them."""
+    """A window of each loader in every step, or of AlternatingLoaders of one of them."""
 
-    def __init__(
-        self,
-        streams: Mapping[str, TrainStream],
-        turns: Sequence[str] | None,
-        *,
-        order: dict[str, Any],
-        end: PassEnd,
-        accumulation: int,
-    ) -> None:
+    def __init__(self, loader: LoaderGroup, streams: Mapping[str, TrainStream], accumulation: int) -> None:
         start = Place(DataPosition(0, 0, 0))
-        self._parts = [Member(name, stream, start) for name, stream in streams.items()]
-        self._are_together = turns is None
-        self._turns = [self._parts] if turns is None else [[self._part(name)] for name in turns]
-        self._order = order
-        self._end = end
+        self._parts = {name: Member(name, stream, start) for name, stream in streams.items()}
+        self._turns = [[*self._parts.values()]]
+        self._order: dict[str, Any] = {"kind": type(loader).__name__, "end": loader.end}
+        if isinstance(loader, AlternatingLoaders):
+            self._turns = [[self._parts[name]] for name in loader.turns]
+            self._order["ratio"] = loader.ratio
+        self._are_together = not isinstance(loader, AlternatingLoaders)
+        self._end = loader.end
         self._accumulation = accumulation
         uneven = [name for name, stream in streams.items() if not stream.is_even]
         self.is_even = not uneven
         self.resumes_from_all_ranks = any(stream.resumes_from_all_ranks for stream in streams.values())
-        if uneven and end != "cycle":
+        if uneven and loader.end != "cycle":
             raise DataError(
                 f'ranks may have different numbers of batches of {", ".join(map(repr, uneven))}. Use end="cycle" '
-                f"instead of {end!r}, with train_steps_per_epoch for epochs; or a DistributedDataLoader."
+                f"instead of {loader.end!r}, with train_steps_per_epoch for epochs; or a DistributedDataLoader."
             )
         self._epoch = self._windows = 0
-        self._leader: Member | None = None  # the loader that ended first: the shortest
+        self._leader: str | None = None  # the loader that ended first: the shortest
         self._samples: int | None = 0  # of all ranks in this pass; None once a window did not know its own
         # The ends of the last windows, and how many there were: a checkpoint may be of the last but one.
         self._places: deque[tuple[DataPosition, int, list[Place]]] = deque(maxlen=3)
         self._note_places(start.position)
-        windows = [math.inf if part.stream.length == ENDLESS else part.stream.steps_per_epoch for part in self._parts]
-        pass_end = {"shortest": min, "longest": max}.get(end)
-        self.steps_per_epoch = None
-        if pass_end is not None and None not in windows:
-            turns_without = map(self._turn_without_window, self._parts, [count or 0 for count in windows])
-            count = pass_end(turns_without)
-            self.steps_per_epoch = None if count == math.inf else int(count)
+        self.steps_per_epoch = self._count_steps()
+
+    def _count_steps(self) -> int | None:
+        """Windows of a pass: up to the turn in which the first or the last loader has used up its own."""
+        turns = []
+        for part in self._parts.values():
+            count = part.stream.steps_per_epoch
+            if count is not None:
+                places = [place for place, turn in enumerate(self._turns) if part in turn]
+                rounds, rest = divmod(count, len(places))
+                turns.append(rounds * len(self._turns) + places[rest])
+            elif self._end != "shortest" or part.stream.length != ENDLESS:
+                return None
+        if self._end == "cycle" or not turns:
+            return None
+        return min(turns) if self._end == "shortest" else max(turns)
 
     @property
     def parts(self) -> Mapping[str, TrainStream]:
-        return {part.name: part.stream for part in self._parts}
+        return {name: part.stream for name, part in self._parts.items()}
 
     @property
     def facts(self) -> dict[str, Any]:
-        of_parts = {f"{part.name}: {key}": value for part in self._parts for key, value in part.stream.facts.items()}
+        of_parts = {f"{name}: {key}": value for name, one in self.parts.items() for key, value in one.facts.items()}
         return {"read by": self._order} | of_parts
 
     @property
     def length(self) -> int | None:
-        known = [length for part in self._parts if (length := part.stream.length) is not None]
+        known = [stream.length for stream in self.parts.values() if stream.length is not None]
         return sum(known) if known else None
 
     # -- the place
@@ -181,16 +169,23 @@ class GroupStream(TrainStream):
     def seek(
         self, position: DataPosition, rank_state: SavedState, *, is_pass_over: bool = False, state: SavedState = None
     ) -> None:
-        if state is None:
-            self._begin_pass_at(position, is_pass_over=is_pass_over)
+        if state is None:  # as at the start of a pass, where all loaders are at theirs
+            if position.batches and not is_pass_over:
+                raise self._of_one_loader()
+            position = DataPosition(position.epoch + is_pass_over, 0, 0)
+            for part in self._parts.values():
+                part.place = Place(position)
+                self._seek_part(part, None)
+            self._epoch, self._windows, self._samples, self._leader = position.epoch, 0, 0, None
+            self._note_places(position)
             return
         self._refuse_other_loaders(state)
         of_rank = {} if rank_state is None else rank_state["loaders"]
-        for part in self._parts:
-            saved, own = state["loaders"][part.name], of_rank.get(part.name)
+        for name, part in self._parts.items():
+            saved, own = state["loaders"][name], of_rank.get(name)
             if saved["is_by_rank"] and not own:
                 raise DataError(
-                    f"only the training loader {part.name!r} itself knows where it was on each of the former ranks. "
+                    f"only the training loader {name!r} itself knows where it was on each of the former ranks. "
                     "Resume on the former number of ranks, or use a DistributedDataLoader."
                 )
             values = own["place"] if own else saved["place"]
@@ -198,46 +193,54 @@ class GroupStream(TrainStream):
             part.place = place._replace(rank_state=own["state"]) if own else place
             self._seek_part(part, saved["state"])
         self._epoch, self._windows, self._samples = position.epoch, state["windows"], position.samples
-        self._leader = None if state["leader"] is None else self._part(state["leader"])
+        self._leader = state["leader"]
         self._note_places(position)
-        if is_pass_over:
-            self._end_pass_again()
+        # A pass that was over is ended in the way it was then.
+        if is_pass_over and self._is_last():
+            self.end_pass()
+        elif is_pass_over:
+            with preserved_random_state():
+                window = self.next_window()
+            if window is not None:
+                raise DataError(
+                    f"the checkpoint's pass over the training loaders {[*self._parts]} was over, and now there is more "
+                    "of it: their data changed. Give them the data they had, or start another experiment."
+                )
 
     def state_at(self, position: DataPosition) -> dict[str, Any] | None:
         windows, places = self._after(position)
         loaders = {
-            part.name: {
+            name: {
                 "place": place.as_dict(),
-                "state": part.stream.state_at(place.position),
+                "state": stream.state_at(place.position),
                 "is_by_rank": place.rank_state is not None,
-                "global_batch_size": part.stream.global_batch_size,
+                "global_batch_size": stream.global_batch_size,
             }
-            for part, place in zip(self._parts, places, strict=True)
+            for (name, stream), place in zip(self.parts.items(), places, strict=True)
         }
-        leader = None if self._leader is None else self._leader.name
-        return {"loaders": loaders, "order": self._order, "windows": windows, "leader": leader}
+        return {"loaders": loaders, "order": self._order, "windows": windows, "leader": self._leader}
 
     def united(self, rank_states: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
         loaders = {}
-        for part in self._parts:
-            of_ranks = [state["loaders"][part.name] for state in rank_states if state and part.name in state["loaders"]]
-            if of_ranks and part.stream.resumes_from_all_ranks:
-                state = part.stream.united([own["state"] for own in of_ranks])
-                loaders[part.name] = {"place": of_ranks[0]["place"], "state": state}
+        for name, stream in self.parts.items():
+            of_ranks = [state["loaders"][name] for state in rank_states if state and name in state["loaders"]]
+            if of_ranks and stream.resumes_from_all_ranks:
+                state = stream.united([own["state"] for own in of_ranks])
+                loaders[name] = {"place": of_ranks[0]["place"], "state": state}
         return {"loaders": loaders}
 
     def numbers_at(self, position: DataPosition) -> Mapping[str, float]:
         _, places = self._after(position)
         return {
-            f"data/{part.name}/{name.removeprefix('data/')}": value
-            for part, place in zip(self._parts, places, strict=True)
-            for name, value in part.stream.numbers_at(place.position).items()
+            f"data/{part}/{name.removeprefix('data/')}": value
+            for (part, stream), place in zip(self.parts.items(), places, strict=True)
+            for name, value in stream.numbers_at(place.position).items()
         }
 
     def end_pass(self) -> None:
         if self._windows == 0:
             return
-        for part in self._parts:
+        for part in self._parts.values():
             # That it is at its end, which was why this pass was over, says nothing of the next one.
             part.place = part.place._replace(is_counted=bool(part.place.at_end), has_ended=False)
         self._epoch += 1
@@ -253,32 +256,8 @@ class GroupStream(TrainStream):
         )
 
     def close(self) -> None:
-        for part in self._parts:
-            part.stream.close()
-
-    def _begin_pass_at(self, position: DataPosition, *, is_pass_over: bool) -> None:
-        """Begins with all loaders at the start of a pass: there is no state of an earlier one."""
-        if position.batches and not is_pass_over:
-            raise self._of_one_loader()
-        start = DataPosition(position.epoch + is_pass_over, 0, 0)
-        for part in self._parts:
-            part.place = Place(start)
-            self._seek_part(part, None)
-        self._epoch, self._windows, self._samples, self._leader = start.epoch, 0, 0, None
-        self._note_places(position)
-
-    def _end_pass_again(self) -> None:
-        """The pass was over at the place that was sought: it is ended in the way it was then."""
-        if self._is_last():
-            self.end_pass()
-            return
-        with preserved_random_state():
-            window = self.next_window()
-        if window is not None:
-            raise DataError(
-                f"the checkpoint's pass over the training loaders {[part.name for part in self._parts]} was over, and "
-                "now there is more of it: their data changed. Give them the data they had, or start another experiment."
-            )
+        for stream in self.parts.values():
+            stream.close()
 
     def _seek_part(self, part: Member, state: dict[str, Any] | None) -> None:
         part.window = None
@@ -288,30 +267,29 @@ class GroupStream(TrainStream):
     def _refuse_other_loaders(self, state: dict[str, Any]) -> None:
         if "loaders" not in state:
             raise self._of_one_loader()
-        saved, names = state["loaders"], [part.name for part in self._parts]
-        if set(saved) != set(names):
-            raise DataError(f"the checkpoint is of the training loaders {list(saved)}, not {names}. {_ADVICE}")
+        saved = state["loaders"]
+        if set(saved) != set(self._parts):
+            raise DataError(f"the checkpoint is of the training loaders {[*saved]}, not {[*self._parts]}. {_ADVICE}")
         if state["order"] != self._order:
             raise DataError(
                 f"the checkpoint's training loaders were read by {state['order']}, and are now by {self._order}: "
                 f"other samples would be in each step. {_ADVICE}"
             )
-        for part in self._parts:
-            before, now = saved[part.name]["global_batch_size"], part.stream.global_batch_size
+        for name, stream in self.parts.items():
+            before, now = saved[name]["global_batch_size"], stream.global_batch_size
             if before != now and None not in (before, now):
                 raise DataError(
-                    f"the training loader {part.name!r} gave {before} samples to a step where the checkpoint was "
+                    f"the training loader {name!r} gave {before} samples to a step where the checkpoint was "
                     f"written, and gives {now} now: batch size x accumulation x data-parallel ranks. Keep the product."
                 )
 
     def _of_one_loader(self) -> DataError:
-        names = [part.name for part in self._parts]
-        return DataError(f"the checkpoint is of a run over one training loader, not over {names}. {_ADVICE}")
+        return DataError(f"the checkpoint is of a run over one training loader, not over {[*self._parts]}. {_ADVICE}")
 
     # -- windows
 
     def next_window(self) -> Window | None:
-        parts = self._in_turn()
+        parts = self._turns[self._windows % len(self._turns)]
         has_window = [self._look(part) for part in parts]
         if not all(has_window) and self._is_over():
             self.end_pass()
@@ -323,46 +301,30 @@ class GroupStream(TrainStream):
         names = [part.name for part in parts]
         return self._window((dict(zip(names, batch, strict=True)) for batch in zip(*each, strict=False)), windows)
 
-    def _part(self, name: str) -> Member:
-        return next(part for part in self._parts if part.name == name)
-
-    def _in_turn(self) -> list[Member]:
-        """The loaders that the next step reads."""
-        return self._turns[self._windows % len(self._turns)]
-
     def _is_over(self) -> bool:
         """Whether the pass is over, now that a loader of the next step has ended."""
         if self._end == "shortest":
-            return self._leader is not None and self._leader.place.has_ended
-        return self._end == "longest" and all(part.place.has_ended for part in self._parts)
+            return self._leader is not None and self._parts[self._leader].place.has_ended
+        return self._end == "longest" and all(part.place.has_ended for part in self._parts.values())
 
     def _is_last(self) -> bool | None:
         """Whether the pass is over with the window that was read last; None where only the next one tells."""
-        ends = {part.name: not part.place.is_counted and part.place.at_end for part in self._in_turn()}
+        parts = self._turns[self._windows % len(self._turns)]
+        ends = {part.name: not part.place.is_counted and part.place.at_end for part in parts}
         if self._end == "longest":
-            known = [part.place.has_ended or ends.get(part.name, False) for part in self._parts]
+            known = [part.place.has_ended or ends.get(name, False) for name, part in self._parts.items()]
             return False if False in known else None if None in known else True
         if self._end == "shortest" and self._leader is None:
             return True if True in ends.values() else None if None in ends.values() else False
-        return self._leader is not None and self._end == "shortest" and ends.get(self._leader.name, False)
-
-    def _turn_without_window(self, part: Member, count: float) -> float:
-        """Number of the turn when the loader has used up its `count` windows."""
-        if count == math.inf:
-            return count
-        places = [place for place, turn in enumerate(self._turns) if part in turn]
-        rounds, rest = divmod(int(count), len(places))
-        return rounds * len(self._turns) + places[rest]
+        return self._leader is not None and self._end == "shortest" and ends.get(self._leader, False)
 
     def _look(self, part: Member) -> bool:
         """Looks for the loader's next window; False where its pass has ended, which is counted once."""
         if part.window is None and (not part.place.at_end or part.place.is_counted):
-            part.window = self._pull(part)
-            if part.window is None and part.place.is_counted:
-                part.window = self._pull(part)
+            part.window = self._pull(part) or (self._pull(part) if part.place.is_counted else None)
         if part.window is None:
             part.place = part.place._replace(is_counted=True, has_ended=True)
-            self._leader = self._leader or part
+            self._leader = self._leader or part.name
         return part.window is not None
 
     def _pull(self, part: Member) -> Window | None:
@@ -391,7 +353,7 @@ class GroupStream(TrainStream):
         self._note_places(end)
         by_rank = {
             part.name: {"place": part.place.as_dict(), "state": part.place.rank_state}
-            for part in self._parts
+            for part in self._parts.values()
             if part.place.rank_state is not None
         }
         return Window(
@@ -406,11 +368,11 @@ class GroupStream(TrainStream):
         )
 
     def _note_places(self, end: DataPosition) -> None:
-        self._places.append((end, self._windows, [part.place for part in self._parts]))
+        self._places.append((end, self._windows, [part.place for part in self._parts.values()]))
 
 
 def group_stream(
-    loader: LoaderGroup | AlternatingLoaders,
+    loader: LoaderGroup,
     open_one: Callable[[object, int, SampleCount | None, str], TrainStream],
     *,
     seed: int,
@@ -423,21 +385,17 @@ def group_stream(
         own_seed = hash_seed(b"loader" + name.encode(), seed)
         with naming_loader(name):
             streams[name] = open_one(one, own_seed, _count_of_one(loader, name, count), name)
-    readers = {name: stream.reader for name, stream in streams.items() if stream.reader is not None}
-    refuse_shared({name: innermost(reader.ordered) for name, reader in readers.items() if reader.ordered is not None})
-    order: dict[str, Any] = {"kind": type(loader).__name__, "end": loader.end}
-    turns = None
-    if isinstance(loader, AlternatingLoaders):
-        turns, order["ratio"] = loader.turns, loader.ratio
-    return GroupStream(streams, turns, order=order, end=loader.end, accumulation=accumulation)
+    ordered = {name: stream.reader and stream.reader.ordered for name, stream in streams.items()}
+    refuse_shared({name: innermost(dataset) for name, dataset in ordered.items() if dataset is not None})
+    return GroupStream(loader, streams, accumulation)
 
 
-def _count_of_one(loader: LoaderGroup | AlternatingLoaders, name: str, count: SampleCount | None) -> SampleCount | None:
+def _count_of_one(loader: LoaderGroup, name: str, count: SampleCount | None) -> SampleCount | None:
     """Counts the samples of one loader's batch; a user's function receives the argument of `training_step`."""
     if count is None or count.own is None:
         return count
     own = count.own
-    return SampleCount() if isinstance(loader, LoaderGroup) else SampleCount(lambda batch: own((name, batch)))
+    return SampleCount(lambda batch: own((name, batch))) if isinstance(loader, AlternatingLoaders) else SampleCount()
 
 
 class Place(NamedTuple):

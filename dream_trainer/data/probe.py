@@ -4,17 +4,16 @@ be split twice or trained in part, which looks right on any single rank."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import xxhash
-from torch.utils.data import DataLoader, Dataset
 
 from dream_trainer.data.ordered import ENDLESS
 from dream_trainer.data.sampler import KeyedDataset, draws_nothing
-from dream_trainer.data.worker_start import WorkerInit, started
+from dream_trainer.data.worker_start import started, worker_loader
 from dream_trainer.distributed.seeds import preserved_random_state
 
 if TYPE_CHECKING:
@@ -31,52 +30,25 @@ _TOLERANCE = 0.01
 def probed(readers: Mapping[str, ShardReader], *, times: int = 1) -> dict[str, list[Summary]]:
     """Summaries of the first and last sample of each dataset, each `times` in a row; empty if they cannot be loaded."""
     summaries: dict[str, list[Summary]] = {}
-    in_workers: dict[Any, dict[str, ShardReader]] = {}
     for name, reader in readers.items():
-        loader = reader.loader
-        if loader.num_workers == 0 or draws_nothing(loader.dataset):
-            samples = _Samples({name: reader}, times)
-            with preserved_random_state():
-                summaries[name] = [samples[key] for key in samples.keys]
-        else:
-            in_workers.setdefault((loader.multiprocessing_context, loader.worker_init_fn), {})[name] = reader
-    for (context, worker_init_fn), group in in_workers.items():
-        samples = _Samples(group, times)
-        torch_loader = DataLoader(
-            samples,
-            batch_size=None,
-            sampler=samples.keys,
-            generator=torch.Generator(device="cpu"),
-            num_workers=1,
-            multiprocessing_context=context,
-            worker_init_fn=WorkerInit(worker_init_fn),
-        )
-        for (name, _), sample_summary in zip(samples.keys, started(torch_loader), strict=True):
-            summaries.setdefault(name, []).append(sample_summary)
-    return {name: summaries[name] for name in readers}
+        loader, data = reader.loader, KeyedDataset(reader.loader.dataset, summary, reader.seed)
+        keys = [(0, [index]) for index in sorted({0, len(data) - 1} - {ENDLESS - 1}) for _ in range(times)]
+        loaded: Iterator[Any] = map(data.__getitems__, keys)
+        if loader.num_workers > 0 and not draws_nothing(loader.dataset):
+            options = {"batch_sampler": keys, "num_workers": 1, "pin_memory": False}
+            loaded = started(worker_loader(data, loader, torch.Generator("cpu"), **options))
+        with preserved_random_state():
+            summaries[name] = [_next(loaded, data.is_ordered) for _ in keys]
+    return summaries
 
 
-class _Samples(Dataset[Summary]):
-    """The first and last sample of datasets, as summaries, by (name, index); `keys` names each `times`."""
-
-    def __init__(self, readers: Mapping[str, ShardReader], times: int) -> None:
-        self.datasets = {
-            name: KeyedDataset(reader.loader.dataset, summary, reader.seed) for name, reader in readers.items()
-        }
-        self.keys = [
-            (name, index)
-            for name, data in self.datasets.items()
-            for index in sorted({0, len(data) - 1} - {ENDLESS - 1})
-            for _ in range(times)
-        ]
-
-    def __getitem__(self, key: tuple[str, int]) -> Summary:
-        name, index = key
-        try:
-            sample_summary: Summary = self.datasets[name].load((0, [index]))
-        except Exception:  # training will raise it too, with a better message
-            return {}
-        return sample_summary
+def _next(loaded: Iterator[Any], is_ordered: bool) -> Summary:
+    try:
+        found: Any = next(loaded)
+    except Exception:  # training will raise it too, with a better message
+        return {}
+    sample_summary: Summary = found[0] if is_ordered else found  # with a mark
+    return sample_summary
 
 
 def summary(sample: Any) -> Summary:

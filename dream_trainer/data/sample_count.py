@@ -29,15 +29,11 @@ class SampleCount:
     def __init__(self, own: Callable[[Any], int] | None = None, warn: Callable[[str], None] | None = None) -> None:
         self.own = own
         self._warn = warn
-        self._former: list[int] = []
 
     def __call__(self, batch: Any, declared: int | None = None) -> int:
-        if self.own is None:
-            return self.guess(batch, declared)
-        return whole_number(self.own(batch), "batch_size", batch)
-
-    def guess(self, batch: Any, declared: int | None = None) -> int:
-        """As many as there are graphs or packed sequences, otherwise the first dimension of the first tensor."""
+        """The user's count; or the number of graphs or packed sequences, or the first dimension of the first tensor."""
+        if self.own is not None:
+            return whole_number(self.own(batch), "batch_size", batch)
         counts, lists = _counts(batch)
         if not counts:
             raise DataError(
@@ -45,10 +41,8 @@ class SampleCount:
                 f"dimension. If it is a sample, wrap its dataset in a DataLoader. {_REMEDY}"
             )
         count = counts[0]
-        # One of the shape of the batch before it was looked at with that.
-        is_new = counts != self._former
         is_doubtful = min(counts) != max(counts) or any(map(_are_alike, lists))
-        if is_new and count != declared and self._warn is not None and is_doubtful:
+        if count != declared and self._warn is not None and is_doubtful:
             warn, self._warn = self._warn, None
             shapes = [str([*leaf.shape]) for leaf in leaves(batch) if isinstance(leaf, Tensor)]
             more = ", ..." if len(shapes) > 4 else ""
@@ -57,7 +51,6 @@ class SampleCount:
                 f"counted as {count} samples, the first tensor's first dimension. If it holds another number, means "
                 f"and samples_seen are wrong. {_REMEDY}"
             )
-        self._former = counts
         return count
 
 

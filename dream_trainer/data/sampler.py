@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -77,23 +78,12 @@ class RankBatchSampler(Sampler[BatchKey]):
         num_full, last_chunk = divmod(end - first, sharding.chunk_size)
         last = first + num_full * sharding.chunk_size
         offset, size = sharding.slice_of_chunk(last_chunk)
-        if not self.shuffle:  # the order may be endless
-            for chunk in range(first + sharding.dp_rank * sharding.batch_size, last, sharding.chunk_size):
-                yield epoch, list(range(chunk, chunk + sharding.batch_size))
-            if size:
-                yield epoch, list(range(last + offset, last + offset + size))
-            return
-        order = epoch_order(self.seed, epoch, self.length)
-        full = order[first:last].view(num_full, sharding.dp_size, sharding.batch_size)[:, sharding.dp_rank]
-        for block in range(0, num_full, 64):  # many at a time, since a tensor slice costs like a small batch
-            for indices in full[block : block + 64].tolist():
-                yield epoch, indices
-        if size:
-            yield epoch, order[last + offset : last + offset + size].tolist()
-
-    def samples_in(self, number: int) -> int:
-        _, first, end = self._next_pass
-        return self.sharding.samples_in(number, end - first)
+        own = [(last + offset, last + offset + size)] if size else []
+        starts = range(first + sharding.dp_rank * sharding.batch_size, last, sharding.chunk_size)
+        order = epoch_order(self.seed, epoch, self.length).numpy() if self.shuffle else None
+        for begin, stop in chain(((start, start + sharding.batch_size) for start in starts), own):
+            # An order that is not shuffled may be endless.
+            yield epoch, list(range(begin, stop)) if order is None else order[begin:stop].tolist()
 
     def __len__(self) -> int:
         _, first, end = self._next_pass

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -22,7 +21,7 @@ from dream_trainer.data.foreign import (
 )
 from dream_trainer.data.lane_stream import LaneStream, StreamLoader
 from dream_trainer.data.loader import DistributedDataLoader, ShardReader, foreign_iterable, loader_batch_size, rebuild
-from dream_trainer.data.loader_groups import AlternatingLoaders, LoaderGroup, group_stream, refuse_state_of_group
+from dream_trainer.data.loader_groups import LoaderGroup, group_stream, refuse_state_of_group
 from dream_trainer.data.ordered import ENDLESS, OrderedDataset
 from dream_trainer.data.sample_count import SampleCount
 from dream_trainer.data.sampler import VALIDATION_EPOCH, Sharding
@@ -197,7 +196,18 @@ class ForeignStream(TrainStream):
     # -- without it
 
     def _read_again(self, position: DataPosition, rank_state: dict[str, Any] | None) -> None:
-        samples = self._samples_to_read(position, rank_state)
+        samples: int | None = None  # to read; None where they are not counted
+        if self.count is not None and rank_state is not None:
+            samples = rank_state.get("samples") or None
+        elif self.count is not None:
+            share, rest = divmod(position.samples, self.dp_size)
+            if rest:
+                raise DataError(
+                    f"The run resumes after {position.samples} samples of a pass over {type(self.source).__name__}, "
+                    f"which dp_size={self.dp_size} data-parallel ranks cannot divide evenly. Resume on the former "
+                    "number of ranks, or use a DistributedDataLoader."
+                )
+            samples = share or None
         self._begin_pass(position.epoch)
         if self.dp_rank == 0:
             logger.warning(
@@ -226,20 +236,6 @@ class ForeignStream(TrainStream):
             self._is_exhausted = rank_state["is_exhausted"]
         self._position = DataPosition(position.epoch, 0, batches)
 
-    def _samples_to_read(self, position: DataPosition, rank_state: dict[str, Any] | None) -> int | None:
-        if self.count is None:
-            return None
-        if rank_state is not None:
-            return rank_state.get("samples") or None
-        share, rest = divmod(position.samples, self.dp_size)
-        if rest:
-            raise DataError(
-                f"The run resumes after {position.samples} samples of a pass over {type(self.source).__name__}, which "
-                f"dp_size={self.dp_size} data-parallel ranks cannot divide evenly. Resume on the former number of "
-                "ranks, or use a DistributedDataLoader."
-            )
-        return share or None
-
 
 __all__ = ["DataPosition", "TrainStream", "Window", "loader_batch_size", "train_stream"]
 
@@ -258,56 +254,41 @@ def train_stream(
 
     `accumulation` is the micro-batches in a whole window; `batch_size` counts samples of batches that are not ours.
     """
-    open_one = partial(
-        _stream_of_one, accumulation=accumulation, dp_rank=dp_rank, dp_size=dp_size, keeps_state=keeps_state
-    )
+
+    def open_one(loader: object, seed: int, count: SampleCount | None, name: str | None = None) -> TrainStream:
+        """The stream over one loader; with the `name` it has in a group, it has whole windows only."""
+        if isinstance(loader, StreamLoader):
+            return LaneStream(loader, accumulation=accumulation, dp_rank=dp_rank, dp_size=dp_size, seed=seed)
+        ours = loader if isinstance(loader, DistributedDataLoader) else rebuild(loader)
+        if ours is None:
+            return ForeignStream(
+                foreign_iterable(loader, dp_size),
+                accumulation=accumulation,
+                dp_rank=dp_rank,
+                dp_size=dp_size,
+                seed=seed,
+                count=count,
+                keeps_state=keeps_state,
+                whole_windows=name is not None,
+            )
+        # A plain loader's user did not ask for ragged shards, which would train wrong without `weight=`.
+        drop_last = ours.drop_last or (dp_size > 1 and ours is not loader) or name is not None
+        sharding = Sharding(ours.batch_size, dp_rank, dp_size)
+        stream = ShardStream(ours, sharding, accumulation=accumulation, seed=seed, drop_last=drop_last)
+        if dp_rank == 0 and not ours.drop_last and stream.dropped_samples:
+            logger.warning(
+                "The last %d samples of each epoch%s are dropped. Outside of a group, DistributedDataLoader with "
+                "drop_last=False, and `weight=` in `backward`, trains all but fewer than dp_size.",
+                stream.dropped_samples,
+                "" if name is None else f" of the training loader {name!r}",
+            )
+        return stream
+
     if isinstance(loader, Mapping):
         loader = LoaderGroup(loader)
-    if isinstance(loader, LoaderGroup | AlternatingLoaders):
+    if isinstance(loader, LoaderGroup):
         return group_stream(loader, open_one, seed=seed, count=batch_size, accumulation=accumulation)
     return open_one(loader, seed, batch_size)
-
-
-def _stream_of_one(
-    loader: object,
-    seed: int,
-    count: SampleCount | None,
-    name: str | None = None,
-    *,
-    accumulation: int,
-    dp_rank: int,
-    dp_size: int,
-    keeps_state: bool,
-) -> TrainStream:
-    """The stream over one loader; with the `name` it has in a group, it has whole windows only."""
-    if isinstance(loader, StreamLoader):
-        return LaneStream(loader, accumulation=accumulation, dp_rank=dp_rank, dp_size=dp_size, seed=seed)
-    distributed_loader = loader if isinstance(loader, DistributedDataLoader) else rebuild(loader)
-    if distributed_loader is None:
-        source = foreign_iterable(loader, dp_size)
-        return ForeignStream(
-            source,
-            accumulation=accumulation,
-            dp_rank=dp_rank,
-            dp_size=dp_size,
-            seed=seed,
-            count=count,
-            keeps_state=keeps_state,
-            whole_windows=name is not None,
-        )
-    # A plain loader's user did not ask for ragged shards, which would train wrong without `weight=`.
-    ragged_is_wrong = dp_size > 1 and distributed_loader is not loader
-    drop_last = distributed_loader.drop_last or ragged_is_wrong or name is not None
-    sharding = Sharding(distributed_loader.batch_size, dp_rank, dp_size)
-    stream = ShardStream(distributed_loader, sharding, accumulation=accumulation, seed=seed, drop_last=drop_last)
-    if dp_rank == 0 and not distributed_loader.drop_last and stream.dropped_samples:
-        logger.warning(
-            "The last %d samples of each epoch%s are dropped. Outside of a group, DistributedDataLoader with "
-            "drop_last=False, and `weight=` in `backward`, trains all but fewer than dp_size.",
-            stream.dropped_samples,
-            "" if name is None else f" of the training loader {name!r}",
-        )
-    return stream
 
 
 class ShardStream(TrainStream):
@@ -328,7 +309,7 @@ class ShardStream(TrainStream):
         self._iterator: Iterator[Any] | None = None
         self._position = DataPosition(0, 0, 0)
         self._state: dict[str, Any] | None = None
-        self._ended: DataPosition | None = None
+        self._ended: DataPosition | None = None  # where the pass before ended, until something of this one is read
         self._state_before: dict[str, Any] | None = None
         self._numbers_before: Mapping[str, float] = {}
         self._measure()
@@ -342,11 +323,16 @@ class ShardStream(TrainStream):
     def seek(
         self, position: DataPosition, rank_state: SavedState, *, is_pass_over: bool = False, state: SavedState = None
     ) -> None:
-        self._refuse_other_kind(position, state)
+        refuse_state_of_group(state)
+        is_ordered = self.reader.ordered is not None
+        if (is_ordered and state is None and position.samples) or (not is_ordered and state is not None):
+            raise DataError(
+                f"The checkpoint's data and the dataset ({type(self._loader.dataset).__name__}) are of two kinds: only "
+                "one decides its order itself. Give it what it had, or start a new run from the checkpoint's weights."
+            )
         if is_pass_over:
             self.reader.begin(position.epoch, state)
-            self._begin(DataPosition(position.epoch + 1, 0, 0))
-            self._ended, self._state_before = position, state
+            self._begin(DataPosition(position.epoch + 1, 0, 0), ended=position)
             return
         # In this layout, whatever it was where it was saved.
         batches = -(-position.samples // self._sharding.chunk_size)
@@ -356,20 +342,18 @@ class ShardStream(TrainStream):
     def numbers_at(self, position: DataPosition) -> Mapping[str, float]:
         if self.reader.ordered is None:
             return {}
-        if position.epoch != self._position.epoch:
+        if position.epoch != self._position.epoch and self._ended is None:
             return self._numbers_before
         return self.reader.ordered.numbers_at(position.samples, self.reader.newest_mark(position.samples))
 
     def state_at(self, position: DataPosition) -> dict[str, Any] | None:
-        ordered = self.reader.ordered
-        if ordered is None:
+        if self.reader.ordered is None:
             return None
-        if position.epoch != self._position.epoch:
-            self._note_what_was_asked(ordered)
+        if position.epoch != self._position.epoch and self._ended is None:
             return self._state_before
-        if self._iterator is None and self._state is not None:
+        if position.epoch == self._position.epoch and self._iterator is None and self._state is not None:
             return self._state
-        return ordered.state_at(position.samples, self.reader.newest_mark(position.samples))
+        return self.reader.ordered.state_at(position.samples, self.reader.newest_mark(position.samples))
 
     def next_window(self) -> Window | None:
         position = self._position
@@ -377,7 +361,6 @@ class ShardStream(TrainStream):
             self._look_for_changes(self.reader.ordered)
         if self._iterator is None:
             self._measure()
-            self._ended = None
             self._iterator = self.reader.batches(position.epoch, position.samples, self._end)
         samples = min(self.global_batch_size, self._end - position.samples)
         if samples <= 0:
@@ -396,20 +379,14 @@ class ShardStream(TrainStream):
 
     def _look_for_changes(self, ordered: OrderedDataset) -> None:
         samples, reader = self._position.samples, self.reader
-        if self._iterator is not None:
-            reader.forget_marks_before(samples)
-        else:
-            self._note_what_was_asked(ordered)
+        if self._iterator is None:
+            if self._ended is not None:
+                self._state_before, self._numbers_before = self.state_at(self._ended), self.numbers_at(self._ended)
+                self._ended = None
             self._measure()  # a state that it begins with may say that a change was asked for
-            reader.marks.clear()
         if ordered.may_change and ordered.changes_at(samples, reader.newest_mark(samples)):
             self._state = ordered.state_at(samples, reader.newest_mark(samples))
             self._iterator = None
-
-    def _note_what_was_asked(self, ordered: OrderedDataset) -> None:
-        """A change that was asked for after a pass had ended belongs to what is saved of its end."""
-        if self._ended is not None and self._iterator is None and ordered.may_change:
-            self._state_before = ordered.state_at(self._ended.samples, self.reader.newest_mark(self._ended.samples))
 
     def indices(self, epoch: int, first: int, end: int) -> list[list[int]]:
         return self.reader.sampler.indices(epoch, first, end)
@@ -423,15 +400,12 @@ class ShardStream(TrainStream):
         self.reader.close()
 
     def _next_pass(self) -> None:
-        self._state_before, self._numbers_before = self.state_at(self._position), self.numbers_at(self._position)
-        self._ended = self._position
-        self._begin(DataPosition(self._position.epoch + 1, 0, 0))
+        self._begin(DataPosition(self._position.epoch + 1, 0, 0), ended=self._position)
 
-    def _begin(self, position: DataPosition) -> None:
+    def _begin(self, position: DataPosition, *, ended: DataPosition | None = None) -> None:
         self._iterator = None
         self.reader.release()
-        self._position = position
-        self._state = None
+        self._position, self._ended, self._state = position, ended, None
 
     def _measure(self) -> None:
         """Looks how long the dataset is in this pass, before anything of it is read: it may change between two."""
@@ -452,40 +426,20 @@ class ShardStream(TrainStream):
                 )
             if self._length != before or isinstance(dataset, EpochAware):
                 self.reader.dataset_changed()
-        self._end = self._pass_end(position.samples)
+        sharding = self._sharding
+        rest = (self._length - position.samples) % (self.global_batch_size if self._drop_last else sharding.chunk_size)
+        # A last chunk that is kept is trained if it has a sample for each rank.
+        is_whole = self._length == ENDLESS or (not self._drop_last and rest >= sharding.dp_size)
+        self._end = self._length if is_whole else self._length - rest
         if self._end == 0:
-            raise self._too_small()
-
-    def _refuse_other_kind(self, position: DataPosition, state: dict[str, Any] | None) -> None:
-        refuse_state_of_group(state)
-        is_ordered = self.reader.ordered is not None
-        if (is_ordered and state is None and position.samples) or (not is_ordered and state is not None):
-            raise DataError(
-                f"The checkpoint's data and the dataset ({type(self._loader.dataset).__name__}) are of two kinds: only "
-                "one decides its order itself. Give it what it had, or start a new run from the checkpoint's weights."
-            )
-
-    def _pass_end(self, consumed: int) -> int:
-        if self._length == ENDLESS:
-            return ENDLESS
-        left = self._length - consumed
-        if self._drop_last:
-            return self._length - left % self.global_batch_size
-        last_chunk = left % self._sharding.chunk_size  # not trained if it has fewer samples than there are ranks
-        return self._length - last_chunk if last_chunk < self._sharding.dp_size else self._length
-
-    def _too_small(self) -> DataError:
-        batch_size, dp_size = self._sharding.batch_size, self._sharding.dp_size
-        if not self._drop_last:
-            return DataError(
-                f"The training dataset has {self._length} samples, fewer than dp_size={dp_size}. Use fewer ranks."
-            )
-        accumulation = self.global_batch_size // self._sharding.chunk_size
-        return DataError(
-            f"The training dataset has {self._length} samples, fewer than one global batch of "
-            f"{self.global_batch_size} (batch_size={batch_size} x dp_size={dp_size} x accumulation={accumulation}). "
-            "Lower one of the three, or use DistributedDataLoader(drop_last=False)."
-        )
+            least = f"dp_size={sharding.dp_size}. Use fewer ranks."
+            if self._drop_last:
+                least = (
+                    f"one global batch of {self.global_batch_size} (batch_size={sharding.batch_size} x "
+                    f"dp_size={sharding.dp_size} x accumulation={self.global_batch_size // sharding.chunk_size}). "
+                    "Lower one of the three, or use DistributedDataLoader(drop_last=False)."
+                )
+            raise DataError(f"The training dataset has {self._length} samples, fewer than {least}")
 
 
 # -- Validation: every sample once over all ranks, in the dataset's order, the same each time.
@@ -502,10 +456,8 @@ def validation_batches(loader: object, *, dp_rank: int, dp_size: int, seed: int)
         return ShardValidation(distributed_loader, Sharding(distributed_loader.batch_size, dp_rank, dp_size), seed)
     source = foreign_iterable(loader, dp_size)
     if isinstance(source, Iterator):
-        raise DataError(
-            f"The validation loader is of type {type(source).__name__}, an iterator that can be read once, and "
-            "validation runs many times. Give an object whose `__iter__` begins again."
-        )
+        name = type(source).__name__
+        raise DataError(f"The validation loader ({name}) can be read once. Give one whose `__iter__` begins again.")
     return ForeignValidation(source, dp_rank, seed)
 
 
@@ -530,7 +482,7 @@ class ShardValidation:
 
     def samples_in(self, number: int) -> int:
         """Samples in batch `number` of the running iteration."""
-        return self.reader.sampler.samples_in(number)
+        return self.reader.sampler.sharding.samples_in(number, self.reader.sampler.length)
 
     def __len__(self) -> int:
         return len(self.reader.sampler)

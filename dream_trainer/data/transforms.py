@@ -9,23 +9,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from dream_trainer.checks import check_count
-from dream_trainer.data.ordered import OrderedDataset
+from dream_trainer.data.packing.packed_rows import RowFormat, packer
 from dream_trainer.data.sampler import random_order
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_cpu
 from dream_trainer.errors import DataError
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from dream_trainer.data.packing.packed_rows import PackedRows
-
-SKIPPED = object()
 _SMALLEST_BLOCK = 64
 
 
@@ -55,8 +49,7 @@ class Map(Transform):
 
     def over(self, items: Iterator[Item], calls: StageCalls) -> Iterator[Item]:
         for item in items:
-            value = calls(self.function, item)
-            if value is not SKIPPED:
+            for value in calls(self.function, item):
                 yield Item(value, item.number, item.shard, item.index)
 
 
@@ -68,8 +61,7 @@ class Filter(Transform):
 
     def over(self, items: Iterator[Item], calls: StageCalls) -> Iterator[Item]:
         for item in items:
-            keeps = calls(self.function, item)
-            if keeps is not SKIPPED and keeps:
+            if any(calls(self.function, item)):
                 yield item
 
 
@@ -143,7 +135,7 @@ class SampleCalls:
             items = transform.over(items, StageCalls(self, stage))
         return items
 
-    def failed(self, item: Item, error: Exception) -> object:
+    def failed(self, item: Item, error: Exception) -> None:
         what = f"sample {item.index} of {item.shard}: {type(error).__name__}: {error}"
         self.skipped += 1
         self.reports.append(what)
@@ -152,7 +144,6 @@ class SampleCalls:
                 f"{what}. With it {self.skipped} samples would be skipped in lane {self.lane}, and "
                 f"max_skipped={self.max_skipped}. Mend the data, or raise max_skipped."
             ) from error
-        return SKIPPED
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +153,14 @@ class StageCalls:
     calls: SampleCalls
     stage: int
 
-    def __call__(self, function: Callable[[Any], Any], item: Item) -> Any:
+    def __call__(self, function: Callable[[Any], Any], item: Item) -> list[Any]:
+        """The function's result; none if it raised, and the sample is skipped."""
         seed_cpu(self.seed(item))
         try:
-            return function(item.value)
+            return [function(item.value)]
         except Exception as error:
-            return self.calls.failed(item, error)
+            self.calls.failed(item, error)
+            return []
 
     def seed(self, item: Item) -> int:
         return hash_seed(b"transform", self.calls.seed, self.calls.lane, item.number, self.stage)
@@ -222,52 +215,21 @@ class Pack(Transform):
         return self.documents
 
     def over(self, items: Iterator[Item], calls: StageCalls) -> Iterator[Item]:
+        pack, row_format = packer(self.method), RowFormat(self.pad_id, self.field, self.vocabulary_size)
         while documents := list(islice(items, self.documents)):
-            lengths = [calls(self._length, item) for item in documents]
-            known = [place for place, length in enumerate(lengths) if length is not SKIPPED]
-            if known:
-                first = documents[known[0]]
-                rows = self._rows([documents[place].value for place in known], [lengths[place] for place in known])
-                rows.begin(calls.seed(first), None)
-                for number in range(len(rows)):
-                    yield Item(self._row(rows, number, first), part_number(first, number), first.shard, first.index)
+            known = [(item, length) for item in documents for length in calls(self._length, item)]
+            if not known:
+                continue
+            first, lengths = known[0][0], np.array([length for _, length in known])
+            loaded = [row_format.load(item.value, n, f"sample {item.index} of {item.shard}") for item, n in known]
+            rows = pack(lengths, self.row_length, 0)
+            order = random_order(len(rows), hash_seed(b"rows", calls.seed(first), 0, 0))
+            for number, place in enumerate(order.tolist()):
+                row = row_format.row(rows[place], loaded, self.row_length)
+                yield Item(row, part_number(first, number), first.shard, first.index)
 
     def _length(self, document: Any) -> int:
         return len(document[self.field] if isinstance(document, Mapping) else document)
-
-    def _rows(self, documents: Sequence[Any], lengths: Sequence[int]) -> PackedRows:
-        from dream_trainer.data.packing.packed_rows import PackedRows
-
-        options = {name: getattr(self, name) for name in ("method", "pad_id", "field", "vocabulary_size")}
-        listed = ListedDocuments(documents, np.asarray(lengths))
-        return PackedRows(listed, self.row_length, block_size=len(documents), **options)
-
-    def _row(self, rows: PackedRows, number: int, first: Item) -> dict[str, Any]:
-        try:
-            return rows[number]
-        except DataError as error:
-            raise DataError(f"packing the documents from sample {first.index} of {first.shard} on: {error}") from error
-
-
-class ListedDocuments(OrderedDataset):
-    def __init__(self, documents: Sequence[Any], lengths: NDArray[Any]) -> None:
-        self._documents = documents
-        self._lengths = lengths
-
-    def __len__(self) -> int:
-        return len(self._documents)
-
-    def __getitem__(self, position: int) -> Any:
-        return self._documents[position]
-
-    def lengths(self, first: int, last: int) -> NDArray[Any]:
-        return self._lengths[first:last]
-
-    def begin(self, seed: int, state: dict[str, Any] | None) -> None:
-        """There is one order only."""
-
-    def state_at(self, position: int, mark: Any = None) -> dict[str, Any]:
-        return {}
 
 
 class TransformedDataset(Dataset[Any]):

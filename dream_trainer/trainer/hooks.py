@@ -144,7 +144,7 @@ class Hooks:
         Raises:
             DataError: The batch holds no tensor.
         """
-        return SampleCount().guess(batch)
+        return SampleCount()(batch)
 
     def batch_tokens(self, batch: Any) -> int | None:
         """Number of tokens in the batch, which `tokens_seen`, `max_tokens` and tokens per second count; None if it has

@@ -95,7 +95,7 @@ def shuffled_stream() -> Any:
     ("message", "make"),
     [
         ("there is no file .*gone.tar", lambda: api.WebDatasetShards([Path("gone.tar")])),
-        ("got no items", lambda: api.IterableShards(LiveLines, [])),
+        ("has 0 shards", lambda: api.StreamLoader(api.IterableShards(LiveLines, []), 2)),
         (
             "does not come back to where it was by its own state",
             lambda: next(iter(api.StreamLoader(shuffled_stream(), 2))),

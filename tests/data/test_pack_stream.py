@@ -64,7 +64,7 @@ def test_a_document_that_is_none_is_named(tmp_path: Path) -> None:
     source = make_source("live", tmp_path, [20])
     with pytest.raises(DataError, match=r"sample 0 of shard \(0, 20\): TypeError: object of type 'int' has no len"):
         read_in_parts(lambda: source, [((1, 1, 0), 1)], transforms=[Pack(ROW)])
-    with pytest.raises(DataError, match=r"from sample 0 of shard \(0, 20\) on: .* outside of vocabulary_size=50"):
+    with pytest.raises(DataError, match=r"sample 0 of shard \(0, 20\) has token ids .* outside of vocabulary_size=50"):
         read_in_parts(lambda: source, [((1, 1, 0), 1)], transforms=[Map(document), Pack(ROW, vocabulary_size=50)])
     with pytest.raises(DataError, match="Pack: row_length=0 is not a positive integer"):
         Pack(0)

@@ -32,15 +32,6 @@ def test_the_last_chunk_is_split_to_sizes_that_differ_by_at_most_one(length: int
     assert max(last_sizes) - min(last_sizes) <= 1
 
 
-@pytest.mark.parametrize("count", [64, 130])
-def test_a_long_pass_has_every_batch_once_and_in_order(count: int) -> None:
-    """Batches are cut many at a time, and nothing may be lost where one lot ends."""
-    order = epoch_order(5, 2, count * 6)
-    for rank in (0, 1):
-        expected = [order[start + 3 * rank :][:3].tolist() for start in range(0, count * 6, 6)]
-        assert batches(count * 6, 3, rank, 2, 0, count * 6) == expected
-
-
 def test_an_order_holds_every_sample_once_and_differs_by_epoch_and_seed() -> None:
     orders = [epoch_order(seed, epoch, 50) for seed in (0, 1) for epoch in (0, 1)]
     for order in orders:

@@ -40,14 +40,15 @@ def tar_samples(directory: Path) -> api.TarSamples:
                     member = tarfile.TarInfo(f"some/{row['n']:03d}.{part}.json")
                     member.size = len(content)
                     archive.addfile(member, BytesIO(content))
-    return api.TarSamples(directory, decode=lambda part, content: json.loads(content))
+    return api.TarSamples(directory)
 
 
 def as_row(sample: dict[str, Any]) -> dict[str, Any]:
     if "__key__" not in sample:
         return sample
-    assert sample["__key__"] == f"some/{sample['n.json']:03d}"
-    return {"text": sample["text.json"], "n": sample["n.json"]}
+    row = {name: json.loads(sample[f"{name}.json"]) for name in ("text", "n")}
+    assert sample["__key__"] == f"some/{row['n']:03d}"
+    return row
 
 
 @pytest.mark.parametrize("make", [json_lines, parquet_rows, tar_samples])

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from dream_trainer.data import DistributedDataLoader, Mixture, PackedRows, train_stream
-from dream_trainer.data.packing.packed_rows import RowPlan, pack_best_fit, pack_concatenated
+from dream_trainer.data.packing.packed_rows import Row, pack_best_fit, pack_concatenated
 
 WEIGHTS = {"web": 5, "code": 3, "books": 1}
 MEDIANS = {"web": 400, "code": 800, "books": 3000}
@@ -98,7 +98,7 @@ def spread(values: list[float], unit: str) -> str:
 
 def show_packing(rows: PackedRows, row_length: int) -> None:
     lengths = rows.documents.lengths(0, 20_000)  # type: ignore[attr-defined]
-    packers: dict[str, Callable[[Any, int], RowPlan]] = {
+    packers: dict[str, Callable[[Any, int], list[Row]]] = {
         "best fit": pack_best_fit,
         "concatenate": pack_concatenated,
     }
@@ -106,9 +106,9 @@ def show_packing(rows: PackedRows, row_length: int) -> None:
         took = []
         for _ in range(5):
             begun = time.process_time()
-            plan = pack(lengths, row_length)
+            packed = pack(lengths, row_length)
             took.append((time.process_time() - begun) / len(lengths) * 1e6)
-        full = plan.num_tokens / (plan.num_rows * row_length)
+        full = lengths.sum() / (len(packed) * row_length)
         print(f"{name:12} {spread(took, 'us a document')}, rows {full:.2%} full")
 
 

@@ -12,10 +12,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from dream_trainer.checks import check_choice, check_integer, refuse
-from dream_trainer.data.loader import DistributedDataLoader, training_loaders
 from dream_trainer.data.mixtures.mixture_order import (
     BLOCK,
     IndexPermutation,
@@ -28,7 +27,7 @@ from dream_trainer.data.mixtures.mixture_order import (
     segments,
     weights_by_position,
 )
-from dream_trainer.data.ordered import ENDLESS, OrderedDataset, innermost
+from dream_trainer.data.ordered import ENDLESS, OrderedDataset
 from dream_trainer.data.sources.shard_files import lengths_of, mean_lengths
 from dream_trainer.distributed.seeds import hash_seed
 from dream_trainer.errors import ConfigError, DataError
@@ -110,7 +109,13 @@ class Mixture(OrderedDataset):
     def __post_init__(self) -> None:
         self.sources, self.stages = dict(self.sources), tuple(self.stages)
         self.names = names = list(self.sources)
-        _check_sources(self.sources)
+        if not names:
+            raise DataError('A mixture of no sources has no samples. Give them names: Mixture({"code": dataset, ...}).')
+        for name, source in self.sources.items():
+            kind = type(source).__name__
+            if isinstance(source, IterableDataset | OrderedDataset) or not isinstance(source, Sized):
+                raise DataError(f"source {name!r} ({kind}) has no samples by number. Give a map-style dataset.")
+            refuse(len(source) == 0, f"source {name!r} ({kind}) has 0 samples. Check its path.", DataError)
         self._lengths = [len(source) for source in self.sources.values()]
         self._means = mean_lengths(self.sources) if self.unit == "tokens" else None
         self._weights = checked_weights(dict.fromkeys(names, 1) if self.weights is None else self.weights, names)
@@ -365,27 +370,3 @@ class Mixture(OrderedDataset):
         names = [self.names[source] for source in chosen.tolist()]
         draws = [Draw(*draw) for draw in zip(names, indices.tolist(), epochs.tolist(), strict=True)]
         return _Plan(first, min([first + BLOCK, self._end, *following]), chosen, indices, draws)
-
-
-def mixture_of(loader: object) -> Mixture:
-    """The one mixture that a loader, or a group of them, reads; also where its documents are packed into rows."""
-    loaders = [one for one in training_loaders(loader).values() if isinstance(one, DataLoader | DistributedDataLoader)]
-    datasets = [innermost(one.dataset) for one in loaders if isinstance(one.dataset, OrderedDataset)]
-    found = [dataset for dataset in datasets if isinstance(dataset, Mixture)]
-    if len(found) != 1:
-        count = "no Mixture. Give it one as its dataset." if not found else f"{len(found)} mixtures. Name one of them."
-        raise DataError(f"the loader ({type(loader).__name__}) reads {count}")
-    return found[0]
-
-
-def _check_sources(sources: Mapping[str, Any]) -> None:
-    if not sources:
-        raise DataError('A mixture of no sources has no samples. Give them names: Mixture({"code": dataset, ...}).')
-    for name, source in sources.items():
-        if isinstance(source, IterableDataset | OrderedDataset) or not isinstance(source, Sized):
-            raise DataError(
-                f"source {name!r} ({type(source).__name__}) has no samples by number. Give a map-style dataset, with "
-                "`__len__` and `__getitem__`."
-            )
-        is_empty = len(source) == 0
-        refuse(is_empty, f"source {name!r} ({type(source).__name__}) has 0 samples. Check its path.", DataError)

@@ -56,13 +56,10 @@ def check_stages(stages: Sequence[Stage], names: Sequence[str]) -> None:
     for stage in stages:
         checked_weights(stage.weights, names)
     for stage, following in pairwise(stages):
-        if following.at <= stage.at:
-            places = [stage.at for stage in stages]
-            raise ConfigError(f"the stages of a mixture begin at {places}. Give them in rising order.")
-        if following.at < stage.at + stage.ramp:
+        if following.at < stage.at + max(stage.ramp, 1):
             raise ConfigError(
-                f"the stage at {stage.at} has a ramp of {stage.ramp}, and the next one begins at {following.at}, "
-                f"before its end. Make the ramp {following.at - stage.at} at most."
+                f"the stage at {stage.at} has a ramp of {stage.ramp}, and the next one begins at {following.at}. Give "
+                "stages in rising order, each with a ramp that ends before the next one begins."
             )
 
 
@@ -75,28 +72,30 @@ def weights_by_position(
 ) -> list[tuple[int, tuple[Fraction, ...]]]:
     """From which position on each source has which weight in samples."""
     by_sample = [Fraction(1)] * len(weights) if means is None else [1 / Fraction(mean) for mean in means]
-    found: dict[int, list[Fraction]] = {0: [Fraction(weight) for weight in weights.values()]}
-    begins = {0: 0}  # maps each position to the start of the stage that its weights belong to
-    place = _Places(by_sample, is_tokens=means is not None)
-    planned = found[0]
-    place.weigh(planned)
-    for stage in stages:
-        begin = place.position_of(Fraction(stage.at))
-        target = [Fraction(stage.weights.get(name, 0)) for name in weights]
+    # Stage, place as the unit counts it, and weights.
+    plan = [(0, Fraction(0), [Fraction(weight) for weight in weights.values()])]
+    for number, stage in enumerate(stages, 1):
+        former, target = plan[-1][2], [Fraction(stage.weights.get(name, 0)) for name in weights]
         # A ramp between weights of other sums would not be linear.
-        sums = sum(planned), sum(target)
-        shares = [(before / sums[0], after / sums[1]) for before, after in zip(planned, target, strict=True)]
+        shares = [(one / sum(former), other / sum(target)) for one, other in zip(former, target, strict=True)]
         steps = min(_STEPS_OF_RAMP, stage.ramp)
         for step in range(steps):
             part = Fraction(2 * step + 1, 2 * steps)  # in the middle of the step
             mixed = [before + (after - before) * part for before, after in shares]
-            at = place.position_of(stage.at + Fraction(stage.ramp * step, steps))
-            found[at], begins[at] = mixed, begin
-            place.weigh(mixed)
-        at = place.position_of(Fraction(stage.at + stage.ramp))
-        found[at], begins[at] = target, begin
-        place.weigh(target)
-        planned = target
+            plan.append((number, stage.at + Fraction(stage.ramp * step, steps), mixed))
+        plan.append((number, Fraction(stage.at + stage.ramp), target))
+    found: dict[int, list[Fraction]] = {}
+    begins: dict[int, int] = {}  # maps each position to the start of the stage that its weights belong to
+    starts: dict[int, int] = {}  # of stages
+    position, last, per_sample = Fraction(0), Fraction(0), Fraction(1)
+    for number, place, mixed in plan:
+        position += (place - last) / per_sample
+        at, last = math.ceil(position), place
+        found[at], begins[at] = mixed, starts.setdefault(number, at)
+        if means is not None:
+            # Samples are drawn by weight / mean, and each has its mean: the tokens of all are the weights' sum.
+            samples = sum((weight * by for weight, by in zip(mixed, by_sample, strict=True)), Fraction(0))
+            per_sample = sum(mixed, Fraction(0)) / samples
     for at, changed in changes:
         # The rest of a running ramp is dropped: the change holds until the next stage.
         found = {place: value for place, value in found.items() if place <= at or begins[place] > at}
@@ -106,28 +105,6 @@ def weights_by_position(
     return [
         (at, tuple(weight * factor for weight, factor in zip(kept[at], by_sample, strict=True))) for at in sorted(kept)
     ]
-
-
-class _Places:
-    """Positions of places that are counted in samples, or in tokens by the mean under the weights of their time."""
-
-    def __init__(self, by_sample: list[Fraction], *, is_tokens: bool) -> None:
-        self._by_sample = by_sample
-        self._is_tokens = is_tokens
-        self._place = self._position = Fraction(0)
-        self._tokens_per_sample = Fraction(1)
-
-    def weigh(self, weights: list[Fraction]) -> None:
-        if self._is_tokens:
-            # Samples are drawn by weight / mean, and each has its mean: the tokens of all are the weights' sum.
-            samples = sum((weight * by for weight, by in zip(weights, self._by_sample, strict=True)), Fraction(0))
-            self._tokens_per_sample = sum(weights, Fraction(0)) / samples
-
-    def position_of(self, place: Fraction) -> int:
-        """The first position at or after a place, which is not before the last one asked for."""
-        self._position += (place - self._place) / self._tokens_per_sample
-        self._place = place
-        return math.ceil(self._position)
 
 
 Integers = npt.NDArray[np.int64]

@@ -117,15 +117,11 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> T
     if query.device.type == "cuda":
         attended = attend_varlen(flat_query, flat_key, flat_value, mask.cu_seqlens, mask.max_seqlen, mask.causal)
     else:
-        attended = _attend_one_by_one(flat_query, flat_key, flat_value, mask)
+        sizes = mask.cu_seqlens.diff().tolist()
+        parts = zip(*(x.transpose(0, 1).split(sizes, dim=1) for x in (flat_query, flat_key, flat_value)), strict=True)
+        each = [F.scaled_dot_product_attention(q, k, v, is_causal=mask.causal) for q, k, v in parts]
+        attended = torch.cat(each, dim=1).transpose(0, 1)
     return attended.view(query.shape[0], query.shape[2], *attended.shape[1:]).transpose(1, 2)
-
-
-def _attend_one_by_one(query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments) -> Tensor:
-    sizes = segments.cu_seqlens.diff().tolist()
-    parts = zip(*(x.transpose(0, 1).split(sizes, dim=1) for x in (query, key, value)), strict=True)
-    attended = [F.scaled_dot_product_attention(q, k, v, is_causal=segments.causal) for q, k, v in parts]
-    return torch.cat(attended, dim=1).transpose(0, 1)
 
 
 def mask_kind(
@@ -135,9 +131,8 @@ def mask_kind(
     if kind not in get_args(Kind):
         raise ValueError(f"kind={kind!r} is unknown. Use one of {', '.join(map(repr, get_args(Kind)))}.")
     if documents.ndim != 2:
-        raise ValueError(
-            f"documents have the shape {tuple(documents.shape)}. Give those of a batch: (rows, row_length)."
-        )
+        shape = tuple(documents.shape)
+        raise ValueError(f"documents have the shape {shape}. Give those of a batch: (rows, row_length).")
     if kind != "auto":
         return kind
     if device.type != "cuda":

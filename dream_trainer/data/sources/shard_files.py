@@ -143,20 +143,15 @@ class ParquetRows(ShardFiles):
 class TarSamples(ShardFiles):
     """Samples of WebDataset's .tar files, by number.
 
-    A sample is a series of files that share their name up to the first dot: a dict of `__key__`, that name, and each
-    file's content under the rest of its name, in lower case. Contents are bytes, or the result of `decode`. Files
-    without a dot, or with a leading dot, are no samples.
+    A sample is a series of files that share their name up to the first dot: a dict of `__key__`, that name, and the
+    bytes of each file under the rest of its name, in lower case; decode them by `Map`. Files without a dot, or with a
+    leading dot, are no samples.
 
     Args:
         paths: As in ShardFiles. Compressed files cannot be read by number.
-        decode: Called with the part of the name after the dot, and the bytes.
     """
 
     suffixes = (".tar",)
-
-    def __init__(self, paths: Paths, decode: Callable[[str, bytes], Any] | None = None) -> None:
-        self.decode = decode
-        super().__init__(paths)
 
     def _find_samples(self, path: Path) -> tuple[int, Any]:
         with path.open("rb") as file:
@@ -166,9 +161,7 @@ class TarSamples(ShardFiles):
     def _read(self, shard: int, number: int) -> Any:
         sample = self._places[shard][number]
         with self.paths[shard].open("rb") as file:
-            contents = sample.read(file)
-        decode = self.decode or (lambda extension, content: content)
-        return {"__key__": sample.key} | {part: decode(part, content) for part, content in contents.items()}
+            return {"__key__": sample.key} | sample.read(file)
 
 
 @runtime_checkable
@@ -194,9 +187,8 @@ class WithLengths(Dataset[Any]):
         self.dataset = dataset
         self.lengths = np.asarray(lengths, dtype=np.int64)
         if self.lengths.shape != (len(dataset),):
-            raise DataError(
-                f"there are lengths of shape {self.lengths.shape} for {len(dataset)} samples. Measure them again."
-            )
+            shape = self.lengths.shape
+            raise DataError(f"there are lengths of shape {shape} for {len(dataset)} samples. Measure them again.")
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -43,16 +43,11 @@ class IterableShards(ShardedSource):
         reader: Makes the reader of one shard from its item: an object with `__iter__`, `state_dict` and
             `load_state_dict`. Called in workers.
         items: One item for each shard, e.g. a path.
-
-    Raises:
-        DataError: There are no items.
     """
 
     def __init__(self, reader: Callable[[Any], Any], items: Iterable[Any]) -> None:
         self._reader = reader
         self._items = list(items)
-        if not self._items:
-            raise DataError("IterableShards got no items, so there is no shard to read. Give one item for each shard.")
 
     @property
     def num_shards(self) -> int:

@@ -115,10 +115,8 @@ def _find_shards(path: Path) -> list[_Shard]:
             below = sorted({str(file.parent.relative_to(path)) for file in path.glob("*/**/*.index.npy")})
             told = f" itself; there are some in {', '.join(below[:5])}: name one of those" if below else ""
             raise DataError(f"{path} has no token files{told}. `dream-trainer data tokenize` writes them.")
-    elif path.exists():
-        files = [path]
     else:
-        raise DataError(f"there is no token file {path}.")
+        files = [path]
     shards = [_open_shard(file) for file in files]
     refuse(not any(shard.num_documents for shard in shards), f"{path} has no document.", DataError)
     return shards
@@ -141,6 +139,7 @@ def _refuse_unfinished(directory: Path) -> None:
 
 
 def _open_shard(path: Path) -> _Shard:
+    refuse(not path.exists(), f"there is no token file {path}.", DataError)
     described = path.with_suffix(".json")
     if not described.exists():
         raise DataError(
@@ -153,8 +152,6 @@ def _open_shard(path: Path) -> _Shard:
     if header["version"] != VERSION:
         raise DataError(f"{described} is of version {header['version']}, and this program reads version {VERSION}.")
     dtype, num_tokens = np.dtype(header["dtype"]).newbyteorder("<"), header["tokens"]
-    if not path.exists():
-        raise DataError(f"there is no token file {path}, which {described.name} describes.")
     size, expected = path.stat().st_size, num_tokens * dtype.itemsize
     if size != expected:
         raise DataError(
@@ -197,9 +194,7 @@ class TokenFileWriter:
 
     def __init__(self, path: str | Path, vocabulary_size: int, facts: dict[str, Any] | None = None) -> None:
         if not 1 <= vocabulary_size <= 2**32:
-            raise DataError(
-                f"vocabulary_size={vocabulary_size} is not from 1 to 2**32: token ids take up to four bytes."
-            )
+            raise DataError(f"vocabulary_size={vocabulary_size} is not from 1 to 2**32, as four bytes hold.")
         self.path = Path(path)
         refuse(self.path.suffix != ".bin", f"token files must be called NAME.bin, not {self.path.name}.", DataError)
         self.vocabulary_size = vocabulary_size

@@ -70,8 +70,6 @@ def open_tokenizer(name: str, end: str | None) -> Tokenizer:
         if end is not None:
             raise DataError(f"the tokenizer 'bytes' ends a document with 256, not {end!r}. Leave --end out.")
         return lambda text: [*text.encode(), 256], 257
-    fast: Any = None
-    slow: Any = None
     if name.endswith(".json"):
         from tokenizers import Tokenizer as FastTokenizer
 
@@ -81,17 +79,17 @@ def open_tokenizer(name: str, end: str | None) -> Tokenizer:
         except Exception as error:  # which has no specific class
             raise DataError(f"{name} is no tokenizer.json: {error}") from error
         size, end_id = fast.get_vocab_size(), None if end is None else fast.token_to_id(end)
+        encode: Callable[[str], list[int]] = lambda text: fast.encode(text, add_special_tokens=False).ids  # noqa: E731
     else:
         from transformers import AutoTokenizer
 
         slow = AutoTokenizer.from_pretrained(name)
         size, end_id = len(slow), slow.eos_token_id if end is None else slow.get_vocab().get(end)
+        encode = lambda text: slow(text, add_special_tokens=False)["input_ids"]  # noqa: E731
     if end is not None and end_id is None:
         raise DataError(f"{name} has no token {end!r}.")
     last = [] if end_id is None else [end_id]
-    if fast is not None:
-        return lambda text: fast.encode(text, add_special_tokens=False).ids + last, size
-    return lambda text: slow(text, add_special_tokens=False)["input_ids"] + last, size
+    return lambda text: [*encode(text), *last], size
 
 
 def tokenize(
@@ -137,14 +135,13 @@ def make_shard(task: Task, path: Path, tokenizer: str, end: str | None) -> int:
     encode, vocabulary_size = open_tokenizer(tokenizer, end)
     facts = {"tokenizer": tokenizer, "inputs": list(task.inputs)}
     with TokenFileWriter(path, vocabulary_size, facts) as writer:
-        for text in _texts(task):
+        for place, text in _texts(task):
             if not isinstance(text, str):
-                place = _place(task, writer.num_documents)
                 raise DataError(f"{place} has {text!r:.60} as its {task.field!r}, which is no text.")
             try:
                 tokens = encode(text)
             except UnicodeEncodeError as error:
-                raise DataError(f"{_place(task, writer.num_documents)} cannot be encoded: {error}") from error
+                raise DataError(f"{place} cannot be encoded: {error}") from error
             writer.add(np.asarray(tokens, dtype=np.int64))
     return writer.num_tokens
 
@@ -163,52 +160,44 @@ def _keep_plan(output: Path, plan: dict[str, Any]) -> None:
     part.replace(path)
 
 
-def _place(task: Task, document: int) -> str:
-    if task.kind == "text":
-        return task.inputs[document]
-    if task.kind == "jsonl":
-        return f"line {document + 1} of {task.inputs[0]}"
-    return f"row {task.rows[0] + document} of {task.inputs[0]}"
-
-
-def _texts(task: Task) -> Iterator[Any]:
-    """Values to tokenize, in order: text, unless a row has something else in its field."""
+def _texts(task: Task) -> Iterator[tuple[str, Any]]:
+    """Values to tokenize, in order, each with its place: text, unless a row has something else in its field."""
+    name, field = task.inputs[0], task.field
     if task.kind == "text":
         for name in task.inputs:
             try:
-                yield Path(name).read_text(encoding="utf-8-sig")
+                yield name, Path(name).read_text(encoding="utf-8-sig")
             except UnicodeDecodeError as error:
                 raise DataError(f"{name} is no text in UTF-8: {error}") from error
     elif task.kind == "jsonl":
-        yield from _json_lines(task.inputs[0], task.field)
+        try:
+            with gzip.open(name, "rb") if name.endswith(".gz") else Path(name).open("rb") as lines:
+                for number, line in enumerate(lines, 1):
+                    place = f"line {number} of {name}"
+                    try:
+                        text = json.loads(line)[field]
+                    except (ValueError, KeyError, TypeError) as error:
+                        raise DataError(f"{place} is no JSON object with a {field!r}: {error!r}") from error
+                    yield place, text
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise DataError(f"{name} is no whole .gz file: {error}") from error
     elif task.kind == "parquet":
         import pyarrow.parquet as parquet
 
         try:
-            with parquet.ParquetFile(task.inputs[0]) as file:
-                for batch in file.iter_batches(columns=[task.field]):
-                    yield from batch.column(0).to_pylist()
+            with parquet.ParquetFile(name) as file:
+                values = (
+                    value for batch in file.iter_batches(columns=[field]) for value in batch.column(0).to_pylist()
+                )
+                yield from ((f"row {row} of {name}", value) for row, value in enumerate(values))
         except (OSError, ValueError, IndexError) as error:
-            raise DataError(f"{task.inputs[0]} has no whole column {task.field!r}: {error}") from error
+            raise DataError(f"{name} has no whole column {field!r}: {error}") from error
     else:
-        rows = _dataset(task.inputs[0], task.split)
-        if task.field not in rows.column_names:
-            raise DataError(f"{task.inputs[0]} has no column {task.field!r}, but {', '.join(rows.column_names)}.")
-        for row in rows.select(range(*task.rows)):
-            yield row[task.field]
-
-
-def _json_lines(name: str, field: str) -> Iterator[Any]:
-    try:
-        with gzip.open(name, "rb") if name.endswith(".gz") else Path(name).open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                try:
-                    text = json.loads(line)[field]
-                except (ValueError, KeyError, TypeError) as error:
-                    raise DataError(f"line {number} of {name} is no JSON object with a {field!r}: {error!r}") from error
-                yield text
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{name} is no whole .gz file: {error}") from error
+        rows = _dataset(name, task.split)
+        if field not in rows.column_names:
+            raise DataError(f"{name} has no column {field!r}, but {', '.join(rows.column_names)}.")
+        for number, row in enumerate(rows.select(range(*task.rows)), task.rows[0]):
+            yield f"row {number} of {name}", row[field]
 
 
 def _dataset(name: str, split: str) -> Any:
