@@ -1660,8 +1660,8 @@ MUTANTS = [
     Mutant(
         "throughput counts validations",
         "dream_trainer/callbacks/throughput.py",
-        "seconds = end.clock - start.clock - self._validating",
-        "seconds = end.clock - start.clock",
+        "self.clock() - trainer.seconds_saving - trainer.seconds_validating",
+        "self.clock() - trainer.seconds_saving",
         "tests/callbacks/test_throughput.py",
     ),
     Mutant(

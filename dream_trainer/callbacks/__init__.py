@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING
 from dream_trainer.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from dream_trainer.callbacks.activation_stats import ActivationStats as ActivationStats
     from dream_trainer.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from dream_trainer.callbacks.every import Every as Every
     from dream_trainer.callbacks.garbage_collection import GarbageCollection as GarbageCollection
-    from dream_trainer.callbacks.gradient_stats import GradientStats as GradientStats, WeightStats as WeightStats
     from dream_trainer.callbacks.learning_rate import LearningRate as LearningRate
     from dream_trainer.callbacks.memory import Memory as Memory
     from dream_trainer.callbacks.nonfinite_report import NonFiniteReport as NonFiniteReport
     from dream_trainer.callbacks.profiler import Profiler as Profiler
     from dream_trainer.callbacks.summary import ModelSummary as ModelSummary, TrainerSummary as TrainerSummary
+    from dream_trainer.callbacks.tensor_stats import (
+        ActivationStats as ActivationStats,
+        GradientStats as GradientStats,
+        WeightStats as WeightStats,
+    )
     from dream_trainer.callbacks.throughput import Throughput as Throughput
     from dream_trainer.callbacks.weight_average import EMA as EMA, SWA as SWA
     from dream_trainer.callbacks.weight_transfer import WeightTransfer as WeightTransfer

@@ -12,8 +12,8 @@ from dream_trainer.checks import check_between, check_name, refuse
 from dream_trainer.config.checkpoint_parameters import CheckpointConfigMixin, CheckpointParameters
 from dream_trainer.config.parameter_class import PositiveInt, check_fields
 from dream_trainer.events.callback import Callback
-from dream_trainer.loggers.formatting import format_number
 from dream_trainer.modules.metrics import higher_is_better
+from dream_trainer.screen import format_number
 from dream_trainer.trainer.abstract import AbstractTrainer
 
 

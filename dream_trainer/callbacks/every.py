@@ -63,6 +63,9 @@ class Every(TimedCallback):
         is_callable = callable(self.function)
         refuse(not is_callable, f"function={self.function!r} cannot be called. Pass a function of the trainer.")
         self._last_call = 0.0
+        self._forget()
+
+    def _forget(self) -> None:
         self._seen: int | None = None
         self._validations = 0
 
@@ -70,8 +73,7 @@ class Every(TimedCallback):
         return self.unit == "seconds" and self.clock() - self._last_call >= self.n
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
-        self._seen = None
-        self._validations = 0
+        self._forget()
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
         self._last_call = self.clock()
@@ -79,11 +81,7 @@ class Every(TimedCallback):
             self._seen = self._count(trainer)
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
-        if self.unit == "seconds":
-            if self.is_due(trainer):
-                self._last_call = self.clock()
-                self.function(trainer)
-        elif self.unit not in ("epochs", "validations"):
+        if self.unit not in ("epochs", "validations"):
             self._look(trainer)
 
     def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
@@ -103,21 +101,20 @@ class Every(TimedCallback):
 
     def begin_branch(self, *, new_counters: bool, new_data: bool) -> None:
         if new_counters:
-            self._seen = None
-            self._validations = 0
+            self._forget()
 
     def _look(self, trainer: AbstractTrainer) -> None:
         before, self._seen = self._seen or 0, self._count(trainer)
-        if self._seen // self.n > before // self.n:
+        is_due = self.is_due(trainer) if self.unit == "seconds" else self._seen // self.n > before // self.n
+        if is_due:
+            self._last_call = self.clock()
             self.function(trainer)
 
     def _count(self, trainer: AbstractTrainer) -> int:
         counts = {
-            "seconds": 0,
             "steps": trainer.global_step,
             "samples": trainer.samples_seen,
             "tokens": trainer.tokens_seen,
             "epochs": trainer.current_epoch,
-            "validations": self._validations,
         }
-        return counts[self.unit]
+        return counts.get(self.unit, self._validations)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -36,7 +34,11 @@ class LearningRate(LoggingCallback):
 
     def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
         groups, names = optimizer.param_groups, self._names.get(optimizer, [])
-        is_shared = len(names) < 2 and _have_one_rate(groups)  # groups that have parted stay apart
+        is_shared = len(groups) == 1
+        if not is_shared and len(names) < 2:  # groups that have parted stay apart
+            # With the rates that they began from: groups that only meet are two.
+            rates = ((group["lr"], group.get("initial_lr")) for group in groups)
+            is_shared = len({id(rate) if isinstance(rate, Tensor) else (rate, at) for rate, at in rates}) == 1
         if len(names) != (1 if is_shared else len(groups)):
             names = self._names[optimizer] = self._named(trainer, optimizer, is_shared=is_shared)
         for index, name in enumerate(names):  # a single name belongs to the first group
@@ -56,8 +58,3 @@ class LearningRate(LoggingCallback):
         if len(set(labels)) < len(labels):
             labels = [f"{label}.{index}" for index, label in enumerate(labels)]
         return [f"{self.name}/{name_of_optimizer}/{label}" for label in labels]
-
-
-def _have_one_rate(groups: list[dict[str, Any]]) -> bool:
-    rates = ((group["lr"], group.get("initial_lr")) for group in groups)
-    return len(groups) == 1 or len({id(rate) if isinstance(rate, Tensor) else (rate, at) for rate, at in rates}) == 1

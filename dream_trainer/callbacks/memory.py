@@ -18,9 +18,8 @@ from dream_trainer.compat.pytorch import local_tensor, record_memory_history, wr
 from dream_trainer.config.parameter_class import NonNegativeInt, PositiveInt, check_fields
 from dream_trainer.errors import HookError
 from dream_trainer.events.callback import LoggingCallback
-from dream_trainer.loggers.formatting import format_bytes
 from dream_trainer.nested import leaves
-from dream_trainer.screen import print_table, show
+from dream_trainer.screen import format_bytes, print_table, show
 from dream_trainer.trainer.abstract import AbstractTrainer
 
 GIB = 2.0**30
@@ -65,7 +64,6 @@ class Memory(LoggingCallback):
         self._trainer: AbstractTrainer | None = None
         self._is_reported = False
         self._gradients: dict[Optimizer, Bytes] = {}
-        self._have_stepped_twice: set[Optimizer] = set()
 
     def snapshot(self) -> Path:
         """Writes this rank's memory as it is now into `<run_dir>/memory`; any rank may call it, at any time.
@@ -92,21 +90,17 @@ class Memory(LoggingCallback):
         return path
 
     def post_launch(self, trainer: AbstractTrainer) -> None:
-        self._trainer, self._is_reported = trainer, False
-        self._gradients, self._have_stepped_twice = {}, set()
+        self._trainer, self._is_reported, self._gradients = trainer, False, {}
         if self.history and trainer.world.device.type == "cuda":
             record_memory_history(self.history)
 
     def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
         """Counts the gradients of the first steps; they are gone when `step` returns."""
-        if self._is_reported or not trainer.world.is_main or optimizer in self._have_stepped_twice:
-            return
-        if optimizer in self._gradients:
-            self._have_stepped_twice.add(optimizer)
-        self._gradients[optimizer] = _bytes_of(p.grad for group in optimizer.param_groups for p in group["params"])
+        if trainer.world.is_main and not self._is_reported:
+            self._gradients[optimizer] = _bytes_of(p.grad for group in optimizer.param_groups for p in group["params"])
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
-        if self._gradients and not self._is_reported and len(self._have_stepped_twice) == len(self._gradients):
+        if not self._is_reported and self._gradients and all(trainer.times_stepped(o) > 1 for o in self._gradients):
             _print_parts(trainer, sum(self._gradients.values(), Counter()))
             self._is_reported = True
         if trainer.global_step % self.every_n_steps == 0:
@@ -139,18 +133,15 @@ def _print_parts(trainer: AbstractTrainer, gradients: Bytes) -> None:
         "gradients": gradients,
         "optimizer state": _bytes_of(state for optimizer in optimizers for state in optimizer.state.values()),
     }
-    rows = [(part, _by_dtype(n_bytes)) for part, n_bytes in parts.items()]
+    rows = []
+    for part, n_bytes in parts.items():  # `2.00 GiB float32, 3.00 MiB bfloat16`
+        kinds = [f"{format_bytes(n)} {str(dtype).removeprefix('torch.')}" for dtype, n in n_bytes.most_common() if n]
+        rows.append((part, ", ".join(kinds) or "none"))
     world = trainer.world
     if world.device.type == "cuda" and world.parameter_device == world.device:
         rest = torch.cuda.max_memory_allocated(world.device) - sum(n_bytes.total() for n_bytes in parts.values())
         rows.append(("all else at the peak", format_bytes(rest)))
     print_table(f"memory of rank 0 by step {trainer.global_step}", ("part", "bytes"), rows)
-
-
-def _by_dtype(found: Bytes) -> str:
-    """`2.00 GiB float32, 3.00 MiB bfloat16`."""
-    kinds = [(format_bytes(count), str(dtype).removeprefix("torch.")) for dtype, count in found.most_common() if count]
-    return ", ".join(map(" ".join, kinds)) or "none"
 
 
 def _is_out_of_memory(exc: BaseException) -> bool:

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dream_trainer.checkpoint.model_state import parameter_fqns
+from dream_trainer.checks import listed
 from dream_trainer.compat.pytorch import foreach_norm, local_tensor, local_tensors
 from dream_trainer.config.parameter_class import PositiveInt, check_fields
 from dream_trainer.data.stream import DataPosition
@@ -30,8 +30,7 @@ from dream_trainer.trainer.abstract import AbstractTrainer
 LOOK_EVERY = 25
 
 
-@dataclass
-class _Gradients:
+class _Gradients(NamedTuple):
     names: list[str]
     norms: Tensor
     loss_scale: Tensor | None
@@ -48,13 +47,6 @@ class _Window:
     # index in the epoch, and the training step's result
     batches: list[tuple[int, dict[str, Tensor | float]]] = field(default_factory=list)
     gradients: list[_Gradients] = field(default_factory=list)
-
-    def values(self) -> Iterator[Tensor | float]:
-        """Everything that should be finite: numbers of the host, and tensors on a device."""
-        for _, values in self.batches:
-            yield from values.values()
-        for gradients in self.gradients:
-            yield gradients.norms
 
 
 @dataclass(eq=False, repr=False)
@@ -91,30 +83,29 @@ class NonFiniteReport(Callback):
         self._samples_seen = 0
         self._n_reports = 0
         self._has_said = False
-        self._watched: AbstractTrainer | None = None
 
     # -- kept data
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
         self._n_reports, self._has_said = 0, False
+        running = trainer.accumulation_window
+        running.watch(lambda optimizer: self._take_norms(optimizer, running.loss_scale))
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
         self._names = parameter_fqns(trainer.named_models())
         self._window, self._windows, self._samples_seen = _Window(), [], trainer.samples_seen
-        if trainer is not self._watched:
-            self._watched = trainer
-            trainer.accumulation_window.watch(lambda optimizer: self._take_norms(trainer, optimizer))
 
     def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
-        """Takes the gradients' norms; they are gone when `step` returns."""
-        self._take_norms(trainer, optimizer)
+        self._take_norms(optimizer, trainer.accumulation_window.loss_scale)
 
-    def _take_norms(self, trainer: AbstractTrainer, optimizer: Optimizer) -> None:
-        gradients = self._gradients(optimizer)
-        if gradients is not None:
-            scale = trainer.accumulation_window.loss_scale
-            gradients.loss_scale = None if scale is None else scale.clone()
-            self._window.gradients.append(gradients)
+    def _take_norms(self, optimizer: Optimizer, loss_scale: Tensor | None) -> None:
+        """Takes the gradients' norms; they are gone when `step` returns."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if parameters:
+            names = [self._names.get(p, "(no model's)") for p in parameters]
+            norms = torch.stack(foreach_norm(local_tensors([p.grad for p in parameters if p.grad is not None])))
+            scale = None if loss_scale is None else loss_scale.clone()
+            self._window.gradients.append(_Gradients(names, norms, scale))
 
     def post_train_batch(self, trainer: AbstractTrainer, result: dict[str, Any], batch_idx: int) -> None:
         batches = self._window.batches
@@ -161,14 +152,16 @@ class NonFiniteReport(Callback):
     def _look(self, trainer: AbstractTrainer) -> list[dict[str, Any]]:
         """Reports on the windows kept, written; waits for the device once if all is well."""
         windows, self._windows = self._windows, []
-        if _all_finite([value for window in windows for value in window.values()]):
+        values = [value for window in windows for _, values in window.batches for value in values.values()]
+        values += [gradients.norms for window in windows for gradients in window.gradients]
+        on_devices: dict[torch.device, list[Tensor]] = {}
+        for value in values:
+            if isinstance(value, Tensor):
+                on_devices.setdefault(value.device, []).append(value.reshape(-1))
+        is_well = all(math.isfinite(value) for value in values if not isinstance(value, Tensor))
+        if is_well and all(bool(torch.cat(flat).isfinite().all()) for flat in on_devices.values()):
             return []
-        reports = []
-        for window in windows:
-            report = _report(trainer, window)
-            if report is not None:
-                reports.append(self._written(trainer, report))
-        return reports
+        return [report for window in windows for report in self._reports(trainer, window)]
 
     def _look_at_open_window(self, trainer: AbstractTrainer) -> list[dict[str, Any]]:
         """Reports on the window that broke off in `step`, whose gradients are still there."""
@@ -181,22 +174,12 @@ class NonFiniteReport(Callback):
             f"loss {number}" if len(losses) > 1 else "loss": local_tensor(loss) for number, loss in enumerate(losses)
         }
         window.batches.append((trainer.batch_idx - (not running.is_open), values))
-        taken_now = [self._gradients(optimizer) for optimizer in trainer.named_optimizers().values()]
-        window.gradients += [gradients for gradients in taken_now if gradients is not None]
+        for optimizer in trainer.named_optimizers().values():
+            self._take_norms(optimizer, None)
         data = running.data
         if data is not None and data.samples is not None:
             window.end, window.samples = data.end, data.samples
-        report = _report(trainer, window)
-        if report is None:
-            return []
-        return [self._written(trainer, report | self._what_is_here(trainer))]
-
-    def _gradients(self, optimizer: Optimizer) -> _Gradients | None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if not parameters:
-            return None
-        norms = torch.stack(foreach_norm(local_tensors([p.grad for p in parameters if p.grad is not None])))
-        return _Gradients([self._names.get(p, "(no model's)") for p in parameters], norms, None)
+        return self._reports(trainer, window, **self._what_is_here(trainer))
 
     # -- reports
 
@@ -214,63 +197,51 @@ class NonFiniteReport(Callback):
         weights = [name for p, name in self._names.items() if not bool(torch.isfinite(local_tensor(p)).all())]
         return {"inputs": inputs, "weights": weights}
 
-    def _written(self, trainer: AbstractTrainer, report: dict[str, Any]) -> dict[str, Any]:
+    def _reports(self, trainer: AbstractTrainer, window: _Window, **more: Any) -> list[dict[str, Any]]:
+        """The report of a window's non-finite values, written, if there are any."""
+        gradients: dict[str, str] = {}
+        for names, norms, loss_scale in window.gradients:
+            if loss_scale is None or float(loss_scale) < 1:
+                norm_of = zip(names, norms.tolist(), strict=True)
+                gradients |= {name: str(norm) for name, norm in norm_of if not math.isfinite(norm)}
+        batches: list[dict[str, Any]] = []
+        bad: list[list[str]] = []
+        for batch_idx, values in window.batches:
+            numbers = {name: float(value) for name, value in values.items()}
+            batches.append({"batch_idx": batch_idx, "values": {name: str(value) for name, value in numbers.items()}})
+            bad.append([name for name, value in numbers.items() if not math.isfinite(value)])
+        if not gradients and not any("loss" in name for names in bad for name in names):
+            return []
+        end = window.end
+        indices = trainer.accumulation_window.indices(end.epoch, end.samples - window.samples, end.samples)
+        for batch, samples in zip(batches, indices or [], strict=False):  # None if only the loader knows
+            batch["indices"] = samples
+        report = {
+            "step": window.step,
+            "rank": trainer.world.rank,
+            "epoch": window.epoch,
+            "has_bad_values": any(bad),
+            "batches": [batch for batch, names in zip(batches, bad, strict=True) if names or not any(bad)],
+            "gradients": gradients,
+            "n_gradients": sum(len(of_optimizer.names) for of_optimizer in window.gradients),
+            **more,
+        }
         if self._n_reports < self.max_reports:
-            path = trainer.run_dir / "nonfinite" / f"step_{report['step']:08d}_rank_{report['rank']}.json"
+            path = trainer.run_dir / "nonfinite" / f"step_{window.step:08d}_rank_{trainer.world.rank}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(report, indent=2) + "\n")
             report["path"] = str(path)
         self._n_reports += 1
-        return report
-
-
-def _report(trainer: AbstractTrainer, window: _Window) -> dict[str, Any] | None:
-    """The report of a window's non-finite values; None without any."""
-    gradients: dict[str, str] = {}
-    for of_optimizer in window.gradients:
-        if of_optimizer.loss_scale is None or float(of_optimizer.loss_scale) < 1:
-            norms = zip(of_optimizer.names, of_optimizer.norms.tolist(), strict=True)
-            gradients |= {name: str(norm) for name, norm in norms if not math.isfinite(norm)}
-    bad = [[name for name, value in values.items() if not math.isfinite(float(value))] for _, values in window.batches]
-    if not gradients and not any("loss" in name for names in bad for name in names):
-        return None
-    batches: list[dict[str, Any]] = [
-        {"batch_idx": batch_idx, "values": {name: str(float(value)) for name, value in values.items()}}
-        for batch_idx, values in window.batches
-    ]
-    end = window.end
-    indices = trainer.accumulation_window.indices(end.epoch, end.samples - window.samples, end.samples)
-    for batch, samples in zip(batches, indices or [], strict=False):  # None if only the loader knows
-        batch["indices"] = samples
-    return {
-        "step": window.step,
-        "rank": trainer.world.rank,
-        "epoch": window.epoch,
-        "has_bad_values": any(bad),
-        "batches": [batch for batch, names in zip(batches, bad, strict=True) if names or not any(bad)],
-        "gradients": gradients,
-        "n_gradients": sum(len(of_optimizer.names) for of_optimizer in window.gradients),
-    }
+        return [report]
 
 
 def _say(report: dict[str, Any]) -> None:
     names = list(report["gradients"])
-    some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    parts = [f"{len(names)} of {report['n_gradients']} gradients are not finite ({some})"] if names else []
+    some = f"{len(names)} of {report['n_gradients']} gradients are not finite ({listed(names, 3)})"
+    parts = [some] if names else []
     for batch in report["batches"] if report["has_bad_values"] else []:
         bad = [f"{k}={v}" for k, v in batch["values"].items() if not math.isfinite(float(v))]
         samples = f" (samples {batch['indices']})" if "indices" in batch else ""
         parts.append(f"batch {batch['batch_idx']}{samples} gave {', '.join(bad)}")
     where = f" Reports of all ranks: {Path(report['path']).parent}" if "path" in report else ""
     logger.error("step %d, rank %d: %s.%s", report["step"], report["rank"], "; ".join(parts), where)
-
-
-def _all_finite(values: list[Tensor | float]) -> bool:
-    """One wait for each device."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for value in values:
-        if isinstance(value, Tensor):
-            by_device.setdefault(value.device, []).append(value.reshape(-1))
-        elif not math.isfinite(value):
-            return False
-    return all(bool(torch.isfinite(torch.cat(flat)).all()) for flat in by_device.values())

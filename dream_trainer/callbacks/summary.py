@@ -16,11 +16,10 @@ from dream_trainer.config.serialize import leaves, to_dict
 from dream_trainer.data.loader import loader_batch_size
 from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.events.callback import Callback
-from dream_trainer.loggers.formatting import format_bytes, format_count
 from dream_trainer.modules.class_change import own_class
 from dream_trainer.nested import map_tensors
 from dream_trainer.optim.groups import values_in_whole
-from dream_trainer.screen import print_table
+from dream_trainer.screen import format_bytes, format_count, print_table
 from dream_trainer.trainer.abstract import AbstractTrainer
 
 
@@ -159,12 +158,20 @@ def summary_rows(trainer: AbstractTrainer) -> list[tuple[str, str]]:
     mesh = " x ".join(f"{name} {size}" for name, size in zip(MESH_DIMS, world.mesh_shape, strict=True) if size > 1)
     limits = ("n_epochs", "max_steps", "max_samples", "max_tokens", "max_time")
     set_limits = [f"{name}={value}" for name in limits if (value := getattr(parameters, name)) is not None]
+    batch_size, accumulation = loader_batch_size(trainer.train_dataloader), trainer.accumulation_steps
+    parts = f"micro-batch x {accumulation} accumulated x {world.dp_size} data-parallel"
+    batch = f"unknown {parts}"
+    if batch_size is not None:
+        batch = f"{batch_size * accumulation * world.dp_size:,} samples = {batch_size} {parts}"
+    steps = trainer.steps_per_pass
     rows = [
         ("run directory", str(trainer.run_dir)),
         ("device", f"{world.device.type}, {world.world_size} rank{'s' if world.world_size > 1 else ''}"),
         ("precision", trainer.config.device_parameters.precision),
         ("mesh", mesh or "one rank"),
-        *_data_rows(trainer),
+        ("global batch", batch),
+        ("steps per pass over the data", "unknown" if steps is None else f"{steps:,}"),
+        ("validation", ", ".join(name or "one loader" for name in trainer.val_dataloaders) or "none"),
         ("limits", ", ".join(set_limits) or "one epoch"),
         ("total steps", "unknown" if trainer.total_steps is None else f"{trainer.total_steps:,}"),
     ]
@@ -179,23 +186,3 @@ def summary_rows(trainer: AbstractTrainer) -> list[tuple[str, str]]:
             changed = [f"{name}={part!r}" for name, part in leaves(to_dict(value)) if (name, part) not in usual.items()]
             rows += [(field.name.removesuffix("_parameters"), ", ".join(changed))] if changed else []
     return rows
-
-
-def _data_rows(trainer: AbstractTrainer) -> list[tuple[str, str]]:
-    """Batch arithmetic and steps of an epoch, as far as known from the loader."""
-    world, accumulation = trainer.world, trainer.accumulation_steps
-    batch_size = loader_batch_size(trainer.train_dataloader)
-    if batch_size is None:
-        batch = f"unknown micro-batch x {accumulation} accumulated x {world.dp_size} data-parallel"
-    else:
-        total = batch_size * accumulation * world.dp_size
-        batch = (
-            f"{total:,} samples = {batch_size} micro-batch x {accumulation} accumulated x {world.dp_size} data-parallel"
-        )
-    steps = trainer.steps_per_pass
-    validation = ", ".join(name or "one loader" for name in trainer.val_dataloaders)
-    return [
-        ("global batch", batch),
-        ("steps per pass over the data", "unknown" if steps is None else f"{steps:,}"),
-        ("validation", validation or "none"),
-    ]

@@ -20,7 +20,7 @@ Flops = float | Callable[[Any], float]  # or a function of the trainer
 
 
 class _Mark(NamedTuple):
-    clock: float  # seconds from any origin, those that checkpoints took left out
+    clock: float  # seconds from any origin, without those of checkpoints and validations
     samples: int
     tokens: int
     waiting: float  # seconds waited for data, since the process started
@@ -76,57 +76,32 @@ class Throughput(LoggingCallback):
         refuse(None not in costs, "flops_per_sample and flops_per_token both say what a step costs. Pass one of them.")
         self._due = 0
         self._start: _Mark | None = None
-        self._validating = 0.0
-        self._validates_since: float | None = None
-        # Share of the peak that one unit of work per second and device amounts to.
-        self._use_per_sample: float | None = None
-        self._use_per_token: float | None = None
-
-    # -- events
+        self._mfu_of_one = 0.0  # what one unit of work per second and device amounts to; 0 if it is not known
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
-        self._validates_since = None  # a signal may have ended a sanity validation in the middle of it
-        self._due, self._start = trainer.global_step + self.warm_up_steps, None
-        peak = None if self.flops_per_sample is self.flops_per_token is None else self._peak(trainer)
-        self._use_per_sample = _share(self.flops_per_sample, peak, trainer)
-        self._use_per_token = _share(self.flops_per_token, peak, trainer)
+        self._start, self._due = None, trainer.global_step + self.warm_up_steps
+        self._mfu_of_one = 0.0
+        flops = self.flops_per_token if self.flops_per_sample is None else self.flops_per_sample
+        if flops is not None and (peak := self._peak(trainer)) is not None:
+            self._mfu_of_one = (flops(trainer) if callable(flops) else flops) / peak
         if self.warm_up_steps == 0:
-            self._begin(trainer, self._mark(trainer))
+            self._begin(trainer)
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
-        if trainer.global_step < self._due:
-            return
-        now = self._mark(trainer)
-        if self._start is not None:
-            self._log(trainer, self._start, now)
-        self._begin(trainer, now)
+        if trainer.global_step >= self._due:
+            before, now = self._start, self._begin(trainer)
+            if before is not None:
+                self._log(trainer, before, now)
 
-    def pre_val_epoch(self, trainer: AbstractTrainer) -> None:
-        """Training pauses, unless this validation only starts again; the device has finished its work."""
-        if self._validates_since is None:
-            self._validates_since = self._now(trainer)
-
-    def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
-        if self._validates_since is not None:
-            self._validating += self._now(trainer) - self._validates_since
-            self._validates_since = None
-
-    # -- the interval
-
-    def _now(self, trainer: AbstractTrainer) -> float:
-        """A clock that stands still while a checkpoint holds the step path up."""
-        return self.clock() - trainer.seconds_saving
-
-    def _mark(self, trainer: AbstractTrainer) -> _Mark:
-        return _Mark(self._now(trainer), trainer.samples_seen, trainer.tokens_seen, trainer.seconds_waiting_for_data)
-
-    def _begin(self, trainer: AbstractTrainer, start: _Mark) -> None:
-        self._start, self._validating = start, 0.0
-        self._due = trainer.global_step + self.every_n_steps
+    def _begin(self, trainer: AbstractTrainer) -> _Mark:
+        now = self.clock() - trainer.seconds_saving - trainer.seconds_validating
+        start = _Mark(now, trainer.samples_seen, trainer.tokens_seen, trainer.seconds_waiting_for_data)
+        self._start, self._due = start, trainer.global_step + self.every_n_steps
+        return start
 
     def _log(self, trainer: AbstractTrainer, start: _Mark, end: _Mark) -> None:
         world = trainer.world
-        seconds = end.clock - start.clock - self._validating
+        seconds = end.clock - start.clock
         if seconds <= 0:
             return
         samples = (end.samples - start.samples) / seconds
@@ -141,10 +116,8 @@ class Throughput(LoggingCallback):
         if tokens:
             rates["tokens_per_second"] = tokens
             rates["tokens_per_second_per_device"] = tokens / world.world_size
-        if self._use_per_sample is not None:
-            rates["mfu"] = samples / world.world_size * self._use_per_sample
-        elif self._use_per_token is not None and tokens:
-            rates["mfu"] = tokens / world.world_size * self._use_per_token
+        if mfu := (tokens if self.flops_per_sample is None else samples) / world.world_size * self._mfu_of_one:
+            rates["mfu"] = mfu
         for name, value in rates.items():
             trainer.log(f"{self.name}/{name}", value, weight=seconds)
 
@@ -174,12 +147,6 @@ def dtype_at_work(trainer: AbstractTrainer) -> torch.dtype:
         for parameter in model.parameters():
             sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
     return max(sizes, key=sizes.__getitem__, default=torch.float32)
-
-
-def _share(flops: Flops | None, peak: float | None, trainer: AbstractTrainer) -> float | None:
-    if flops is None or peak is None:
-        return None
-    return (flops(trainer) if callable(flops) else flops) / peak
 
 
 # Peak rates of matrix products of known accelerators, in TFLOP/s: dense (half of a datasheet's sparse figure), with

@@ -43,19 +43,14 @@ class ModelAverage:
             averages = {name: torch.empty_like(p.detach(), dtype=wide(p.dtype)) for name, p in parameters.items()}
         self.averages = dict(averages)
         self.has_stepped = False
-        self._updates = 0
+        self.updates = 0  # also those that the device left out
         # If only the device knows whether a step was skipped: the flag of the step, and the number of skips.
         self._skipped: Tensor | None = None
         self._n_skipped: Tensor | None = None
 
-    @property
-    def has_moved(self) -> bool:
-        """Whether there was an update, or would have been had the device not left it out."""
-        return self._updates > 0
-
     def count(self) -> int:
         """Updates so far. Waits for the device if it may have left some out."""
-        return self._updates - (0 if self._n_skipped is None else int(self._n_skipped))
+        return self.updates - (0 if self._n_skipped is None else int(self._n_skipped))
 
     def will_move(self) -> bool:
         """Whether the model has changed since the averages last moved. Waits for the device if only it knows."""
@@ -71,7 +66,7 @@ class ModelAverage:
         foreach_copy_(self.locals(), self._weights())
 
     def resume(self, updates: int, *, has_stepped: bool = False) -> None:
-        self._updates, self._n_skipped = updates, None
+        self.updates, self._n_skipped = updates, None
         self.has_stepped, self._skipped = has_stepped, None
 
     def note_step(self, skipped: Tensor | None) -> None:
@@ -87,10 +82,10 @@ class ModelAverage:
         """Moves the averages towards the weights, if the model has changed, by `share` of the updates so far."""
         self.has_stepped = False
         if self._skipped is None and self._n_skipped is None:
-            amount = share(self._updates)
+            amount = share(self.updates)
         else:
             amount = self._share_on_device(share)
-        self._updates += 1
+        self.updates += 1
         self._move(amount)
 
     def settle(self) -> None:
@@ -105,7 +100,7 @@ class ModelAverage:
         dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
         if self._n_skipped is None:
             self._n_skipped = torch.zeros((), dtype=dtype, device=device)
-        amount: Tensor = torch.zeros_like(self._n_skipped) + share(self._updates - self._n_skipped)
+        amount: Tensor = torch.zeros_like(self._n_skipped) + share(self.updates - self._n_skipped)
         if self._skipped is None:
             return amount
         was_skipped = (self._skipped != 0).to(dtype)
@@ -526,13 +521,7 @@ class SWA(WeightAverage):
         start: Steps or epochs completed when the first weights are taken; at least 1.
         every: Steps or epochs between two; at least 1.
         unit: "epochs", or "steps" for optimizer steps (`global_step`).
-        models: Names of the models to average. None for all that an optimizer trains.
-        validate: Whether validations, `evaluate` and `predict` see the averages instead of the weights. This needs
-            memory to keep the weights.
-
-    Raises:
-        ConfigError: A value is invalid; at the end of setup, also if `models` names none that is trained, or if two
-            averages would validate one model.
+        models, validate: As those of `EMA`, with its errors.
 
     Example:
         ```python
@@ -568,4 +557,4 @@ class SWA(WeightAverage):
         return done >= self.start and (done - self.start) % self.every == 0
 
     def _is_waiting(self, average: ModelAverage) -> bool:
-        return not average.has_moved
+        return average.updates == 0

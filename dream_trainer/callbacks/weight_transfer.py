@@ -71,7 +71,13 @@ class WeightTransfer(Callback):
         self._optimizers = trainer.get_optimizers_by_model(source)
         refuse(not self._optimizers, f"WeightTransfer: no optimizer trains {self.source!r}, so nothing is transferred.")
         followed, following = self._tensors(source), self._tensors(target)
-        _check_pairs(self.source, followed, self.target, following)
+        kinds = [{n: (t.shape, local_tensor(t).shape) for n, t in one.items()} for one in (followed, following)]
+        unlike = sorted(n for n in followed.keys() | following.keys() if kinds[0].get(n) != kinds[1].get(n))
+        refuse(
+            unlike,
+            f"WeightTransfer: {self.source!r} and {self.target!r} do not have the same tensors: {listed(unlike, 5)} "
+            "are missing in one, or differ in their shapes or in this rank's part of them. Build and shard both alike.",
+        )
         moving = [name for name, tensor in followed.items() if tensor.is_floating_point()]
         self._pairs = ModelAverage({n: followed[n] for n in moving}, {n: following[n] for n in moving})
         self._counters = [(following[n], followed[n]) for n in followed.keys() - set(moving)]
@@ -116,13 +122,3 @@ class WeightTransfer(Callback):
         tensors = {fqn.removeprefix("model."): tensor for tensor, fqn in parameter_fqns({"model": model}).items()}
         buffers = model_buffers({"model": model}) if self.buffers else {}
         return tensors | {name.removeprefix("models.model."): tensor for name, tensor in buffers.items()}
-
-
-def _check_pairs(source: str, followed: dict[str, Tensor], target: str, following: dict[str, Tensor]) -> None:
-    kinds = [{name: (t.shape, local_tensor(t).shape) for name, t in one.items()} for one in (followed, following)]
-    unlike = sorted(name for name in followed.keys() | following.keys() if kinds[0].get(name) != kinds[1].get(name))
-    refuse(
-        unlike,
-        f"WeightTransfer: {source!r} and {target!r} do not have the same tensors: {listed(unlike, 5)} are missing in "
-        "one, or differ in their shapes or in this rank's part of them. Build both alike, and shard both alike.",
-    )

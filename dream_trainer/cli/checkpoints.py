@@ -27,8 +27,7 @@ from dream_trainer.cli.output import (
     value_cell,
 )
 from dream_trainer.errors import CheckpointError, ConfigError
-from dream_trainer.loggers.formatting import format_bytes, format_count
-from dream_trainer.screen import print_table
+from dream_trainer.screen import format_bytes, format_count, print_table
 from dream_trainer.stores.store_path import as_path
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ class Ls(Shows):
     run_path: Annotated[Positional[Path], arg(metavar="RUN")]
     """The run's directory, or its `checkpoints` directory."""
 
-    def run(self) -> int:
+    def run(self) -> None:
         from dream_trainer.checkpoint.manifest import checkpoints_root, entries
 
         root = checkpoints_root(as_path(self.run_path))
@@ -57,7 +56,6 @@ class Ls(Shows):
             for entry in found:
                 if entry.fault:
                     print(f"{entry.path.name}: {entry.fault}")
-        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +107,7 @@ class Prune:
     dry_run: Flag = False
     """Print what would be removed, and remove nothing."""
 
-    def run(self) -> int:
+    def run(self) -> None:
         from dream_trainer.checkpoint.manifest import checkpoints_root, entries, kept, mode_of_run
         from dream_trainer.checkpoint.run_directory import without_jobs
         from dream_trainer.config.checkpoint_parameters import CheckpointParameters
@@ -128,28 +126,29 @@ class Prune:
             raise ConfigError(
                 "no rule was given. Use --keep-last, --keep-every-n-steps, --keep-best, --damaged or --aside."
             )
-        asked = {"damaged": self.damaged, "unfinished": self.damaged, "aside": self.aside}
+        options = {"damaged": "damaged", "unfinished": "damaged", "aside": "aside"}  # by the states that they remove
+        asked = [state for state, option in options.items() if vars(self)[option]]
         with nullcontext() if self.dry_run else without_jobs(root):
             found = entries(root)
             stay = kept([entry.manifest for entry in found if entry.state == "whole" and entry.manifest], retention)
-            going = [e for e in found if (e.step not in stay if e.state == "whole" else asked.get(e.state, False))]
+            going = [e for e in found if (e.step not in stay if e.state == "whole" else e.state in asked)]
             sizes = [entry.size for entry in going]
             for entry in [] if self.dry_run else going:
                 discard(entry.path)
         verb = "would remove" if self.dry_run else "removed"
         if going:
-            facts_of = [(e.path.name, e.state, metrics_cell(e.manifest.metrics if e.manifest else {})) for e in going]
-            rows = [[*facts, format_bytes(size)] for facts, size in zip(facts_of, sizes, strict=True)]
+            rows = [
+                [e.path.name, e.state, metrics_cell(e.manifest.metrics if e.manifest else {}), format_bytes(size)]
+                for e, size in zip(going, sizes, strict=True)
+            ]
             print_table(f"{verb} from {root}", ["name", "state", "metrics", "size"], rows)
         staying = [entry for entry in found if entry not in going]
         steps = ", ".join(str(entry.step) for entry in staying if entry.state == "whole") or "none"
         print(f"{verb} {len(going)} ({format_bytes(sum(sizes))}); kept steps: {steps}")
-        options = {"damaged": "; --damaged removes it", "unfinished": "; --damaged removes it"}
-        options["aside"] = "; --aside removes it"
         for entry in staying:
             if entry.state != "whole":
-                print(f"left alone: {entry.path.name} ({entry.state}){options.get(entry.state, '')}")
-        return 0
+                hint = f"; --{options[entry.state]} removes it" if entry.state in options else ""
+                print(f"left alone: {entry.path.name} ({entry.state}){hint}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +166,7 @@ class Checkpoints:
         | Annotated[RunReplay, subcommand("replay")]
     )
 
-    def run(self) -> int:
+    def run(self) -> int | None:
         return self.command.run()
 
 
@@ -184,8 +183,6 @@ def _facts(entry: Entry) -> dict[str, Any]:
     return facts | (entry.manifest.facts() if entry.manifest else {})
 
 
-OptionalPath = Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")]
-Dtype = Annotated[Literal["fp32", "bf16", "fp16"] | None, arg(metavar="{fp32,bf16,fp16}", help_behavior_hint="")]
 Renames = Annotated[dict[str, str], arg(metavar="PATTERN REPLACEMENT [...]", help_behavior_hint="")]
 _SHOWN = 30  # tensors that differ; JSON has all
 
@@ -215,7 +212,7 @@ class ModelWeights(OneCheckpoint):
     """"model" as trained, "ema" or "swa" as averaged; "ema.1" by the second EMA callback."""
     merge_adapters: Flag = False
     """With peft's adapters: write the base with the adapters added, instead of only the adapters."""
-    base: OptionalPath = None
+    base: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
     """The frozen weights that the checkpoint left out, if not where the run loaded them from."""
 
 
@@ -226,7 +223,7 @@ class Show(OneCheckpoint, Shows):
     tensors: Flag = False
     """List every tensor with its shape and dtype."""
 
-    def run(self) -> int:
+    def run(self) -> None:
         from dream_trainer.checkpoint.manifest import directory_size
         from dream_trainer.checkpoint.store import read_shared
         from dream_trainer.config.serialize import leaves
@@ -246,7 +243,7 @@ class Show(OneCheckpoint, Shows):
             facts = {"path": manifest.path, "step": manifest.step, **manifest.facts(), "config": manifest.config}
             files = {name: vars(entry) for name, entry in manifest.files.items()}
             print_json({**facts, "holds": holds, "tensors": tensors, "files": files})
-            return 0
+            return
         on_disk = f"{format_bytes(directory_size(manifest.path))} in {len(manifest.files) + 1} files"
         written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.wall_time))
         counters = {"step": str(manifest.step), "epoch": str(manifest.epoch), "samples": f"{manifest.samples_seen:,}"}
@@ -261,7 +258,6 @@ class Show(OneCheckpoint, Shows):
             print_table("tensors", ["name", "shape", "dtype"], listed)
         if config := [[name, str(value)] for name, value in leaves(manifest.config)]:
             print_table("config", [], config)
-        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,8 +301,8 @@ class Export(ModelWeights):
 
     out: Annotated[Positional[Path], arg(metavar="OUT")]
     """A directory, or a file that ends in .safetensors, .pt or .pth."""
-    dtype: Dtype = None
-    """Cast floating-point tensors to this. By default each keeps its dtype."""
+    dtype: Annotated[Literal["fp32", "bf16", "fp16"] | None, arg(metavar="TYPE", help_behavior_hint="")] = None
+    """Cast floating-point tensors to this: fp32, bf16 or fp16. By default each keeps its dtype."""
     max_shard_size: Annotated[str, arg(metavar="SIZE")] = "5GB"
     """Largest file of a directory, such as 2GB (10^9 bytes each) or 500MiB."""
     renames: Renames = field(default_factory=dict)
@@ -314,7 +310,7 @@ class Export(ModelWeights):
     overwrite: Flag = False
     """Replace an earlier export."""
 
-    def run(self) -> int:
+    def run(self) -> None:
         import torch
 
         from dream_trainer.weights.export import export_checkpoint
@@ -334,7 +330,6 @@ class Export(ModelWeights):
         )
         rows = [[str(path), format_bytes(path.stat().st_size)] for path in written]
         print_table(f"exported {checkpoint}", ["file", "size"], rows)
-        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,7 +343,7 @@ class Push(ModelWeights):
     public: Flag = False
     """Create a public repository."""
 
-    def run(self) -> int:
+    def run(self) -> None:
         from dream_trainer.weights.hub import push_to_hub
 
         address = push_to_hub(
@@ -362,7 +357,6 @@ class Push(ModelWeights):
             private=not self.public,
         )
         print(f"pushed {checkpoint} to {address}")
-        return 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ class Data:
     workers: Annotated[int, arg(metavar="N")] = 1
     """Number of processes; each makes one shard at a time."""
 
-    def run(self) -> int:
+    def run(self) -> None:
         import numpy as np
 
         from dream_trainer.checks import check_integer
@@ -56,4 +56,3 @@ class Data:
             f"{tokens.lengths.mean():,.0f}, median {np.median(tokens.lengths):,.0f}, longest "
             f"{tokens.lengths.max():,}. Vocabulary: {tokens.vocabulary_size}"
         )
-        return 0

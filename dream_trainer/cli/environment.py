@@ -1,13 +1,11 @@
-"""`dream-trainer env`: versions, devices and settings for a bug report, without secrets."""
+"""`dream-trainer env`: versions, settings and PyTorch's report on the machine for a bug report, without secrets."""
 
 from __future__ import annotations
 
 import os
-import platform
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 from dream_trainer.cli.output import Shows, print_json
 from dream_trainer.screen import print_table
@@ -30,50 +28,20 @@ _PACKAGES = (
 class Environment(Shows):
     """Print versions, devices and settings of this machine, for a bug report."""
 
-    def run(self) -> int:
-        import torch
-        import torch.distributed as dist
+    def run(self) -> None:
+        from torch.utils.collect_env import get_env_info, pretty_str
 
         from dream_trainer.version import __version__
 
-        packages = {}
+        packages = {"dream_trainer": __version__}
         for name in _PACKAGES:
             with suppress(PackageNotFoundError):
                 packages[name] = version(name)
-        backends = [name for name in ("gloo", "nccl", "mpi") if dist.is_available() and dist.is_backend_available(name)]
-        facts: dict[str, dict[str, Any]] = {
-            "machine": {
-                "dream_trainer": __version__,
-                "python": platform.python_version(),
-                "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-                "cpus": len(os.sched_getaffinity(0)) if platform.system() == "Linux" else os.cpu_count(),
-            },
-            "pytorch": {
-                "torch": torch.__version__,
-                "cuda": torch.version.cuda or "not built in",
-                "backends": ", ".join(backends) or "none",
-                "threads": torch.get_num_threads(),
-                **_devices(),
-            },
-            "packages": packages,
-            "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
-        }
+        variables = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+        machine = get_env_info()
         if self.as_json:
-            print_json(facts)
-            return 0
-        for title, group in facts.items():
-            print_table(title, [], [[name, str(value)] for name, value in group.items()])
-        return 0
-
-
-def _devices() -> dict[str, str]:
-    import torch
-
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return {"devices": "cpu only"}
-    found = {"devices": f"{torch.accelerator.device_count()} {accelerator.type}"}
-    for index in range(torch.cuda.device_count() if accelerator.type == "cuda" else 0):
-        gpu = torch.cuda.get_device_properties(index)
-        found[f"cuda:{index}"] = f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, capability {gpu.major}.{gpu.minor}"
-    return found
+            print_json({"packages": packages, "variables": variables, "machine": machine._asdict()})
+            return
+        print_table("packages", [], list(packages.items()))
+        print_table("variables", [], list(variables.items()))
+        print(pretty_str(machine))

@@ -1,6 +1,7 @@
 """The command `dream-trainer`: work on runs without training.
 
-A command is a dataclass with a `run()`; tyro makes its parser. Torch is imported late, so that `--help` is quick."""
+A command is a dataclass with a `run()` that may return an exit code; tyro makes its parser. Torch is imported late, so
+that `--help` is quick."""
 
 from __future__ import annotations
 
@@ -37,9 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Returns 0; 1 if it failed, with one line on stderr, or found damage; 2 for wrong arguments."""
     try:
         command, others = _parse(sys.argv[1:] if argv is None else [*argv])
-        code: int = command.run(*others)
+        code: int | None = command.run(*others)
         sys.stdout.flush()
-        return code
+        return code or 0
     except SystemExit as end:  # tyro's: after --help, or wrong arguments
         return end.code if isinstance(end.code, int) else 2
     except BrokenPipeError:  # of `... | head`; without this the interpreter complains when it flushes at exit

@@ -36,7 +36,7 @@ class New:
     template: Annotated[Template, arg(name="from")] = "image"
     """The example."""
 
-    def run(self) -> int:
+    def run(self) -> None:
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", self.name):
             raise ConfigError(f"{self.name!r} cannot be a project's name. Use a letter, then letters, digits, - and _.")
         directory = Path(self.name)
@@ -60,7 +60,6 @@ class New:
             shutil.copymode(examples_folder() / path, directory / copy)
         print(f"{directory}: {', '.join(copies.values())}")
         print(f"next: cd {directory}; pip install {' '.join(sorted(needed))}; python train.py")
-        return 0
 
 
 def examples_folder() -> Path:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from tyro.conf import FlagCreatePairsOff, arg
 
-from dream_trainer.loggers.formatting import format_duration, format_number
+from dream_trainer.screen import format_duration, format_number
 
 # Help texts leave out the defaults None and False.
 Flag = Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")]

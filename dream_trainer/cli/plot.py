@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from tyro.conf import Positional, arg
 
@@ -48,7 +48,7 @@ class Plot:
     log_y: Flag = False
     """Logarithmic values in panels where all are above zero."""
 
-    def run(self) -> int:
+    def run(self) -> None:
         refuse(not self.runs, "no run was given. Give a run's directory, such as runs/project/group/experiment.")
         if self.output.suffix.lower() not in (".png", ".svg", ".pdf"):
             raise ConfigError(f"--output {self.output} has no known format. End it in .png, .svg or .pdf.")
@@ -60,7 +60,6 @@ class Plot:
         self.output.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(self.output, dpi=150)
         print(f"drew {', '.join(found)}: {self.output}")
-        return 0
 
 
 class Curve(NamedTuple):
@@ -135,7 +134,17 @@ def draw(found: Mapping[str, Sequence[Curve]], *, x: str, log_y: bool = False) -
     runs = list(dict.fromkeys(curve.run for curves in found.values() for curve in curves))
     figure.suptitle(" and ".join(runs) if len(runs) < 3 else f"{len(runs)} runs")
     for axes, (title, curves) in zip(grid, found.items(), strict=False):
-        _draw_panel(axes, curves, runs)
+        metrics = list(dict.fromkeys(curve.metric for curve in curves))
+        for curve in curves:
+            run, metric = runs.index(curve.run), metrics.index(curve.metric)
+            style = {"color": f"C{metric % 10}", "label": curve.metric}
+            if len(runs) > 1:
+                style = {"color": f"C{run % 10}", "linestyle": _LINES[metric % len(_LINES)]}
+                style["label"] = curve.run if len(metrics) == 1 else f"{curve.run}: {curve.metric}"
+            has_dots = curve.metric.startswith("val/") or len(curve.points) == 1
+            axes.plot([*curve.points], [*curve.points.values()], marker="." if has_dots else "", **style)
+        if len(curves) > 1:
+            axes.legend(fontsize=8)
         axes.set(title=title, xlabel=_AXES[x][1])
         axes.grid(alpha=0.3)
         if log_y and not any(value <= 0 for curve in curves for value in curve.points.values()):
@@ -143,18 +152,3 @@ def draw(found: Mapping[str, Sequence[Curve]], *, x: str, log_y: bool = False) -
     for axes in grid[len(found) :]:
         axes.set_axis_off()
     return figure
-
-
-def _draw_panel(axes: Any, curves: Sequence[Curve], runs: Sequence[str]) -> None:
-    metrics = list(dict.fromkeys(curve.metric for curve in curves))
-    for curve in curves:
-        run, metric = runs.index(curve.run), metrics.index(curve.metric)
-        style = {"color": f"C{metric % 10}", "label": curve.metric}
-        if len(runs) > 1:
-            style = {"color": f"C{run % 10}", "linestyle": _LINES[metric % len(_LINES)]}
-            style["label"] = curve.run if len(metrics) == 1 else f"{curve.run}: {curve.metric}"
-        is_validation = curve.metric.startswith("val/")
-        places, values = list(curve.points), list(curve.points.values())
-        axes.plot(places, values, marker="." if is_validation or len(places) == 1 else "", **style)
-    if len(curves) > 1:
-        axes.legend(fontsize=8)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -16,8 +14,7 @@ from dream_trainer.best_value import mode_by_name
 from dream_trainer.checks import nearest
 from dream_trainer.cli.output import Name, Shows, age_cell, number_cell, print_json, value_cell
 from dream_trainer.errors import ConfigError
-from dream_trainer.loggers.formatting import format_duration
-from dream_trainer.screen import print_table
+from dream_trainer.screen import format_duration, print_table
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.run_record import ListedRun
@@ -40,7 +37,7 @@ class Runs(Shows):
     sort: Literal["name", "state", "step", "best", "took", "seen", "started"] = "started"
     """Order; "best" puts the best first, the others the largest or latest last."""
 
-    def run(self) -> int:
+    def run(self) -> None:
         from dream_trainer.config.trainer_config import runs_directory
         from dream_trainer.trainer.run_record import read_run, run_directories
 
@@ -58,7 +55,6 @@ class Runs(Shows):
             print(f"{root} has no runs yet.")
         else:
             _print_runs(root, runs)
-        return 0
 
     def _mode(self, runs: Sequence[ListedRun]) -> str | None:
         names = sorted({name for run in runs for name in (*run.record.best, *run.last)})
@@ -86,11 +82,9 @@ def _print_runs(root: Path, runs: Sequence[ListedRun]) -> None:
     print_table(str(root), ["run", "state", "step", "best", "took", "seen", *header], rows)
     if hidden:
         print(f"also different: {', '.join(hidden)}")
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
     for run in runs:
         if run.record.why and run.state != "running":
-            line = f"{run.name}: {run.state} at step {run.record.step}: {run.record.why}"
-            print(line if len(line) <= width else f"{line[: width - 3]}...")
+            print(f"{run.name}: {run.state} at step {run.record.step}: {run.record.why}")
 
 
 def _order(run: ListedRun, sort: str) -> tuple[Any, ...]:
@@ -157,7 +151,7 @@ class RunShow(Shows):
     run_path: Annotated[Positional[Path], arg(metavar="RUN")]
     """A run's directory."""
 
-    def run(self) -> int:
+    def run(self) -> None:
         from dream_trainer.trainer.run_record import PARTS, read_run, receipt, run_directories
 
         path = self.run_path
@@ -166,7 +160,7 @@ class RunShow(Shows):
         run = read_run(path, path)
         if self.as_json:
             print_json({**vars(run), "record": asdict(run.record)})
-            return 0
+            return
         record = run.record
         best = {name: f"{number_cell(one['value'])} at step {one['step']}" for name, one in record.best.items()}
         rows = {
@@ -193,7 +187,6 @@ class RunShow(Shows):
             print_table(f"time: goodput {told.goodput:.1%}", ["part", "time", "share"], cells)
         if record.error:
             print(record.error, end="")
-        return 0
 
 
 # -- `dream-trainer config`: the config of a run, and the differences between two.
@@ -206,13 +199,12 @@ class ConfigShow(Shows):
     run_path: Annotated[Positional[Path], arg(metavar="RUN")]
     """A run's directory, a checkpoint's, or a .yaml, .toml or .json file."""
 
-    def run(self) -> int:
+    def run(self) -> None:
         config, fields = _config_and_fields(self.run_path)
         if self.as_json:
             print_json(config)
         else:
             print_table(str(self.run_path), [], [[name, value_cell(value)] for name, value in fields.items()])
-        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +240,7 @@ class RunConfig:
 
     command: Annotated[ConfigShow, subcommand("show")] | Annotated[ConfigDiff, subcommand("diff")]
 
-    def run(self) -> int:
+    def run(self) -> int | None:
         return self.command.run()
 
 

@@ -33,7 +33,7 @@ class DescribeTrainer(OfProgram):
     """Print a trainer's setup order with its reasons, and the listeners of each event. Nothing is built or trained, so
     NAME has to be given."""
 
-    def run(self) -> int:
+    def run(self) -> None:
         program = self.program()
         if not program.name:
             raise ConfigError(f"{self.target!r} names no trainer. Use PROGRAM:NAME, such as train.py:Trainer.")
@@ -43,7 +43,6 @@ class DescribeTrainer(OfProgram):
                 "one, or choose another with --function; or give a function that returns a trainer."
             )
         print(trainer.describe())
-        return 0
 
 
 @dataclass(frozen=True, kw_only=True)

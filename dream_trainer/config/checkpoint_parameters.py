@@ -187,6 +187,4 @@ class CheckpointParameters:
 
 @dataclass(kw_only=True)
 class CheckpointConfigMixin:
-    """Config of CheckpointMixin."""
-
     checkpoint_parameters: CheckpointParameters = field(default_factory=CheckpointParameters)

@@ -5,20 +5,14 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from dataclasses import Field, fields, is_dataclass, make_dataclass, replace
+from dataclasses import fields, is_dataclass, make_dataclass
+from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar
 
 import tyro
 
-from dream_trainer.config.config_files import (
-    class_of,
-    field_meant,
-    field_types,
-    load_config,
-    required_fields,
-    section_of,
-)
+from dream_trainer.config.config_files import changed, class_of, field_meant, field_types, read_changes, required_fields
 from dream_trainer.config.parameter_class import members, with_new_names
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError
@@ -46,74 +40,49 @@ def parse(config: T | type[T], args: Sequence[str] | None = None) -> T:
     if args is None and is_in_notebook():
         args = []
     try:
-        return _parsed(config, sys.argv[1:] if args is None else args)
+        # Fields without a text form are hidden; of one that may be None tyro would make a subcommand, if it can.
+        how = (tyro.conf.SuppressFixed, tyro.conf.AvoidSubcommands)
+        of_files = ArgumentParser(add_help=False, allow_abbrev=False)
+        of_files.add_argument("--config", action="append", default=[], metavar="FILE")
+        found, words = of_files.parse_known_args(sys.argv[1:] if args is None else args)
+        cls: type[T] = class_of(config)
+        sections, words = _sections(cls, [_in_full(word, cls) for word in words])
+        if found.config or sections:
+            changes = [*(read_changes(Path(file)) for file in found.config), (Path("the command line"), sections)]
+            config = changed(config, changes, _required(config, words) if isinstance(config, type) else {})
+        default: dict[str, Any] = {} if isinstance(config, type) else {"default": config}
+        parsed: T = tyro.cli(cls, args=words, config=how, compact_help=True, **default)
+        if not isinstance(config, type):
+            parsed.callbacks = config.callbacks  # tyro would build an empty collection
+        return parsed
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
-def _parsed(config: T | type[T], args: Sequence[str]) -> T:
-    # Fields without a text form are hidden; of one that may be None tyro would make a subcommand, if it can.
-    how = (tyro.conf.SuppressFixed, tyro.conf.AvoidSubcommands)
-    of_files = ArgumentParser(add_help=False, allow_abbrev=False)
-    of_files.add_argument("--config", action="append", default=[], metavar="FILE")
-    found, args = of_files.parse_known_args(args)
-    if found.config:
-        config = _from_files(config, found.config, args)
-    cls: type[T] = class_of(config)
-    args = [_in_full(word, cls) for word in args]
-    if opened := _opened(cls, args):
-        required = {f"--{_dashed(name)}" for name in required_fields(cls)}
-        if isinstance(config, type) and required <= {*_flags_in(args)}:
-            config = _from_files(config, [], args)
-        if not isinstance(config, type):
-            config, args = _with_sections(config, args, opened)
-    default: dict[str, Any] = {} if isinstance(config, type) else {"default": config}
-    parsed: T = tyro.cli(cls, args=args, config=how, compact_help=True, **default)
-    if not isinstance(config, type):
-        parsed.callbacks = config.callbacks  # tyro would build an empty collection
-    return parsed
-
-
-def _from_files(config: T | type[T], files: Sequence[str], args: Sequence[str]) -> T:
-    """A class's fields without default may come as flags, which count over the files."""
-    if not isinstance(config, type):
-        return load_config(config, *files)
-    types, given = field_types(config), _flags_in(args)
-    named = [(name, types[name]) for name in required_fields(config) if f"--{_dashed(name)}" in given]
+def _required(cls: type, args: Sequence[str]) -> dict[str, Any]:
+    """A class's fields without default that come as flags, which count over the files."""
+    types, given = field_types(cls), _flags_in(args)
+    named = [(name, types[name]) for name in required_fields(cls) if f"--{_dashed(name)}" in given]
     words = [word for word in args if word not in _HELP]
     required: type[Any] = make_dataclass("Required", named)
     found, _ = tyro.cli(required, args=words, return_unknown_args=True)
-    return load_config(config, *files, **vars(found))
+    return dict(vars(found))
 
 
-def _opened(cls: type, args: Sequence[str]) -> list[Field[Any]]:
-    """The sections, a dataclass or None, that `args` have flags into."""
-    types = field_types(cls)
-    optional = {}
+def _sections(cls: type, args: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Sections that may be None: {} for those with flags into them, and None for `--section None`, which goes."""
+    types, sections = field_types(cls), dict[str, Any]()
     for f in fields(cls):
-        parts = members(types[f.name])
+        parts, flag, words = members(types[f.name]), f"--{_dashed(f.name)}", _flags_in(args)
         if len(parts) == 2 and NoneType in parts and any(map(is_dataclass, parts)):
-            optional[_dashed(f.name)] = f
-    sections = {flag.removeprefix("--").partition(".")[0] for flag in _flags_in(args)}
-    return [field for name, field in optional.items() if name in sections]
-
-
-def _with_sections(config: T, args: Sequence[str], opened: list[Field[Any]]) -> tuple[T, list[str]]:
-    """`config` with a section, with its defaults, for each that was None, and None for `--section None`, which goes."""
-    rest = list(args)
-    changes: dict[str, Any] = {}
-    for field in opened:
-        flag, words = f"--{_dashed(field.name)}", _flags_in(rest)
-        at = words.index(flag) if flag in words else len(rest)
-        if rest[at + 1 : at + 2] == ["None"]:
-            del rest[at : at + 2]
-            changes[field.name] = None
-        elif any(word.startswith(f"{flag}.") for word in words):
-            section = section_of(config, field)
-            if isinstance(section, type) and not required_fields(section):
-                changes[field.name] = section()
-    return replace(config, **changes), rest
+            at = words.index(flag) if flag in words else len(args)
+            if args[at + 1 : at + 2] == ["None"]:
+                args = args[:at] + args[at + 2 :]
+                sections[f.name] = None
+            elif any(word.startswith(f"{flag}.") for word in words):
+                sections[f.name] = {}
+    return sections, args
 
 
 def _in_full(word: str, cls: type) -> str:

@@ -46,7 +46,7 @@ def load_config(config: T | type[T], *files: str | Path, **given: Any) -> T:
         ConfigError: A file is missing or cannot be read, a key is unknown (with its place and the nearest name) or
             occurs twice, or a value is invalid; with the file.
     """
-    return cast(T, _changed(config, [_read_changes(Path(path)) for path in files], given))
+    return cast(T, changed(config, [read_changes(Path(path)) for path in files], given))
 
 
 def required_fields(cls: Any) -> list[str]:
@@ -58,20 +58,16 @@ def is_saved(config: dict[str, Any]) -> bool:
     return isinstance(config.get("callbacks"), list) and all(name in config for name in _NAMES)
 
 
-def section_of(start: Any, field: Field[Any]) -> Any:
+def _section_of(start: Any, field: Field[Any]) -> Any:
     """The dataclass that changes of a field begin from: its value, default or type; None if it has none."""
-    value = value_of(start, field)
+    if isinstance(start, type):
+        value: Any = field.default if field.default_factory is MISSING else field.default_factory()
+    else:
+        value = getattr(start, field.name)
     if is_dataclass(value) and not isinstance(value, type):
         return value
     classes = [part for part in members(field_types(class_of(start))[field.name]) if is_dataclass(part)]
     return classes[0] if len(classes) == 1 else None
-
-
-def value_of(start: Any, field: Field[Any]) -> Any:
-    """A field's value in an instance, or its default in a class; MISSING if it has none."""
-    if not isinstance(start, type):
-        return getattr(start, field.name)
-    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def field_types(cls: type) -> dict[str, Any]:
@@ -85,7 +81,7 @@ def field_types(cls: type) -> dict[str, Any]:
         ) from None
 
 
-def _read_changes(path: Path) -> tuple[Path, dict[str, Any]]:
+def read_changes(path: Path) -> tuple[Path, dict[str, Any]]:
     """The file that `path` means, and the fields that it sets; of a saved config, without those of that run."""
     file = path / SAVED_NAME if path.is_dir() else path
     found = read_plain(file)
@@ -110,7 +106,7 @@ def field_meant(cls: Any, word: str) -> str:
     return f"{word}_parameters" if word not in names and f"{word}_parameters" in names else word
 
 
-def _changed(
+def changed(
     start: Any, changes: Sequence[tuple[Path, Mapping[str, Any]]], given: Mapping[str, Any], at: str = ""
 ) -> Any:
     """A dataclass with what each file sets in it, and `given`, which is not plain; all else is as in `start`."""
@@ -135,7 +131,7 @@ def _changed(
     }
     values = {**given, **dict(zip(asked, all_of(asked.values()), strict=True))}
     if start is cls and (missing := [f"{at}{name}" for name in required_fields(cls) if name not in values]):
-        raise ConfigError(f"no file sets {', '.join(missing)}, which {cls.__name__} has no default for.")
+        raise ConfigError(f"nothing sets {', '.join(missing)}, which {cls.__name__} has no default for.")
     try:
         return cls(**values) if start is cls else replace(start, **values)
     except Exception as error:  # ours and the user's validation
@@ -146,23 +142,17 @@ def _changed(
 
 def _value(start: Any, field: Field[Any], found: Sequence[tuple[Path, Any]], dotted: str) -> Any:
     """A field's value after files: the last one's, or a section with what those after the last whole value change."""
-    nested, annotation = section_of(start, field), field_types(class_of(start))[field.name]
-    plain = {part for part in members(annotation) if not is_dataclass(part)}
+    nested, annotation = _section_of(start, field), field_types(class_of(start))[field.name]
     changes: list[tuple[Path, Mapping[str, Any]]] = []
     last: tuple[Path, Any] | None = None
     for file, value in found:
         if nested is not None and isinstance(value, Mapping):
             last = None
             changes.append((file, value))
-        elif nested is None or (NoneType in plain if value is None else plain - {NoneType}):
+        elif nested is None or value is not None or NoneType in members(annotation):  # else nothing stands under it
             last = (file, value)
             changes.clear()
-        elif value is not None:  # without anything it is a section with nothing under it
-            raise ConfigError(
-                f"{file} sets {dotted} to {value!r}, which is no {class_of(nested).__name__}. "
-                f"Write its fields under {dotted}."
-            )
-    return _changed(nested, changes, {}, f"{dotted}.") if last is None else _structured(*last, annotation, dotted)
+    return changed(nested, changes, {}, f"{dotted}.") if last is None else _structured(*last, annotation, dotted)
 
 
 def _structured(file: Path, value: Any, annotation: Any, dotted: str) -> Any:
@@ -192,18 +182,14 @@ def _is_sequence(annotation: Any) -> bool:
 
 
 _TAG = "tag:yaml.org,2002:"
-# Text without quotes is the first kind that fits; kinds are looked up by its first letter.
-_YAML_KINDS = (
-    ("null", "~|null|Null|NULL|None|", ["~", "n", "N", ""]),
-    ("bool", "true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", "[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
-    (
-        "float",
-        r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-        list("-+.0123456789"),
-    ),
-    ("merge", "<<", ["<"]),
-)
+# Text without quotes is the first kind that fits.
+_YAML_KINDS = {
+    "null": "~|null|Null|NULL|None|",
+    "bool": "true|True|TRUE|false|False|FALSE",
+    "int": "[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+",
+    "float": r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+    "merge": "<<",
+}
 
 
 def read_plain(file: Path) -> Any:
@@ -213,9 +199,7 @@ def read_plain(file: Path) -> Any:
         return readers[file.suffix](file.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"config file {file} cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file} is not UTF-8: {error.reason} at byte {error.start}. Save it as UTF-8.") from None
-    except ValueError as error:  # raised by all three parsers
+    except ValueError as error:  # raised by all three parsers, and by what is not UTF-8
         raise ConfigError(f"{file} is not valid: {' '.join(str(error).split())}.") from None
 
 
@@ -237,8 +221,8 @@ def _yaml(text: str) -> Any:
                 lines[key.value] = line
             return super().construct_mapping(node, deep)
 
-    for kind, pattern, first in _YAML_KINDS:
-        Loader.add_implicit_resolver(f"{_TAG}{kind}", re.compile(rf"(?:{pattern})$"), first)
+    for kind, pattern in _YAML_KINDS.items():
+        Loader.add_implicit_resolver(f"{_TAG}{kind}", re.compile(rf"({pattern})$"), None)
     Loader.add_constructor(f"{_TAG}int", lambda _, node: int(node.value, 0 if node.value[1:2] in "ox" else 10))
     try:
         return yaml.load(text, Loader=Loader)

@@ -121,6 +121,4 @@ class LoggerParameters:
 
 @dataclass(kw_only=True)
 class LoggerConfigMixin:
-    """Config of LoggerMixin."""
-
     logger_parameters: LoggerParameters = field(default_factory=LoggerParameters)

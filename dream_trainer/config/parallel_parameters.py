@@ -39,8 +39,6 @@ class FSDPParameters:
 
 @dataclass(kw_only=True)
 class FSDPConfigMixin:
-    """Config of FSDPMixin."""
-
     fsdp_parameters: FSDPParameters = field(default_factory=FSDPParameters)
 
 
@@ -86,8 +84,6 @@ class PipelineParallelParameters:
 
 @dataclass(kw_only=True)
 class PipelineParallelConfigMixin:
-    """Config of PipelineParallelMixin."""
-
     pipeline_parallel_parameters: PipelineParallelParameters = field(default_factory=PipelineParallelParameters)
 
 
@@ -104,8 +100,6 @@ class ContextParallelParameters:
 
 @dataclass(kw_only=True)
 class ContextParallelConfigMixin:
-    """Config of ContextParallelMixin."""
-
     context_parallel_parameters: ContextParallelParameters = field(default_factory=ContextParallelParameters)
 
 
@@ -123,8 +117,6 @@ class TensorParallelParameters:
 
 @dataclass(kw_only=True)
 class TensorParallelConfigMixin:
-    """Config of TensorParallelMixin."""
-
     tensor_parallel_parameters: TensorParallelParameters = field(default_factory=TensorParallelParameters)
 
 
@@ -150,8 +142,6 @@ class LocalSGDParameters:
 
 @dataclass(kw_only=True)
 class LocalSGDConfigMixin:
-    """Config of LocalSGDMixin."""
-
     local_sgd_parameters: LocalSGDParameters = field(default_factory=LocalSGDParameters)
 
 
@@ -177,8 +167,6 @@ class Float8Parameters:
 
 @dataclass(kw_only=True)
 class Float8ConfigMixin:
-    """Config of Float8Mixin."""
-
     float8_parameters: Float8Parameters = field(default_factory=Float8Parameters)
 
 
@@ -203,8 +191,6 @@ class ActivationCheckpointingParameters:
 
 @dataclass(kw_only=True)
 class ActivationCheckpointingConfigMixin:
-    """Config of ActivationCheckpointingMixin."""
-
     activation_checkpointing_parameters: ActivationCheckpointingParameters = field(
         default_factory=ActivationCheckpointingParameters
     )
@@ -237,6 +223,4 @@ class CompileParameters:
 
 @dataclass(kw_only=True)
 class CompileConfigMixin:
-    """Config of CompileMixin."""
-
     compile_parameters: CompileParameters = field(default_factory=CompileParameters)

@@ -137,8 +137,6 @@ class EvalParameters:
 
 @dataclass(kw_only=True)
 class EvalConfigMixin:
-    """Config of EvalMixin."""
-
     eval_parameters: EvalParameters = field(default_factory=EvalParameters)
 
 

@@ -13,7 +13,6 @@ from typing import Any, ClassVar, TypeVar
 from torch import Tensor
 
 from dream_trainer.checks import refuse
-from dream_trainer.errors import ConfigError
 
 
 class BaseCallback:
@@ -95,7 +94,17 @@ class CallbackCollection:
         for callback in (*self._callbacks, *self._defaults):
             if not isinstance(callback, BaseCallback):
                 raise TypeError(f"{callback!r} is not a Callback: build it, as in [Progress()].")
-        _refuse_one_name(self._callbacks)
+        named: dict[str, str] = {}
+        for callback in self._callbacks:
+            kind, name = type(callback).__name__, callback._log_name()
+            if name is not None:
+                refuse(not name, f"{kind} has no name. Call super().__init__(name) in its __init__.")
+                refuse(
+                    name in named,
+                    f"{named.get(name)} and {kind} would both log under name={name!r}, and their values would mix. "
+                    f"Give one of them another name: {kind}(name='{name}_2').",
+                )
+                named[name] = kind
 
     def __iter__(self) -> Iterator[BaseCallback]:
         return iter(self._callbacks)
@@ -127,17 +136,3 @@ class CallbackCollection:
     def in_order(self) -> list[BaseCallback]:
         """All of them by `order`, then position."""
         return sorted((*self._callbacks, *self._defaults), key=lambda callback: callback.order)
-
-
-def _refuse_one_name(callbacks: Iterable[BaseCallback]) -> None:
-    named: dict[str, str] = {}
-    for callback in callbacks:
-        kind, name = type(callback).__name__, callback._log_name()
-        if name is not None:
-            refuse(not name, f"{kind} has no name. Call super().__init__(name) in its __init__.")
-            if name in named:
-                raise ConfigError(
-                    f"{named[name]} and {kind} would both log under name={name!r}, and their values would mix. "
-                    f"Give one of them another name: {kind}(name='{name}_2')."
-                )
-            named[name] = kind

@@ -98,10 +98,6 @@ class MetricBuffer:
             elif isinstance(value, Mapping):
                 self.add_result(value, weight, f"{name}/")
 
-    def has_values(self) -> bool:
-        """Whether anything was added since the last `begin`."""
-        return bool(self._values)
-
     def mark(self) -> None:
         """Remembers this point for `rewind`."""
         self._mark = len(self._values)
@@ -285,8 +281,7 @@ def _start(stack: Tensor) -> Callable[[], list[float]]:
     """Starts to copy a vector, and returns what gives its numbers."""
     if stack.device.type != "cuda":
         return stack.tolist
-    host = torch.empty(stack.shape, dtype=stack.dtype, pin_memory=True)
-    host.copy_(stack, non_blocking=True)
+    host = stack.to("cpu", non_blocking=True)  # pinned
     arrived = torch.cuda.Event()
     arrived.record()
 

@@ -29,12 +29,9 @@ class Logger(ABC):
 
     Attributes:
         requires: Packages that it imports when it opens; a missing one is an error when the trainer is built.
-        is_open_early: Whether it is opened before training, since user code may write to it directly; others are
-            opened when there is something to write.
     """
 
     requires: ClassVar[tuple[str, ...]] = ()
-    is_open_early: ClassVar[bool] = False
 
     @classmethod
     def configured(cls, parameters: LoggerParameters) -> Self:
@@ -47,7 +44,7 @@ class Logger(ABC):
 
     @abstractmethod
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
-        """Called once before the first `log`, and again after a checkpoint was loaded in the middle of a run.
+        """Called once when training begins, and again after a checkpoint was loaded in the middle of a run.
 
         `run_dir` may not exist yet. Records of steps after `resumed_step` will come again, so drop them; it is None
         for a new run.

@@ -15,10 +15,9 @@ from typing import Any, TextIO
 
 from typing_extensions import override
 
-from dream_trainer.loggers.formatting import format_metrics
 from dream_trainer.loggers.interface import Logger, Stamp
 from dream_trainer.loggers.media import Histogram, Media, Table, Text
-from dream_trainer.screen import show
+from dream_trainer.screen import format_metrics, show
 
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _in_json = json.JSONEncoder(allow_nan=False, check_circular=False).encode  # `json.dumps` makes one for each call

@@ -174,8 +174,21 @@ class MediaLog:
         self._add(name, lambda: Audio(plain.cpu(), int(sample_rate)))
 
     def table(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-        item = table(name, columns, rows)
-        self._add(name, lambda: item)
+        """Cells are plain: numbers and 0-dim tensors as numbers, anything else that is not a string as its `str`."""
+        if isinstance(columns, str):
+            raise TypeError(f"the columns of {name!r} are the string {columns!r}. Use a list of names: [{columns!r}].")
+        checked_rows = []
+        for number, row in enumerate(rows):
+            if isinstance(row, str) or not isinstance(row, Iterable) or (isinstance(row, Tensor) and not row.dim()):
+                raise TypeError(f"row {number} of {name!r} is {row!r}. Log each row as a list of its cells: [{row!r}].")
+            cells = list(row.values() if isinstance(row, Mapping) else row)
+            if len(cells) != len(columns):
+                raise ValueError(
+                    f"row {number} of {name!r} has {len(cells)} cells for the {len(columns)} columns {columns}."
+                )
+            plain = [whole(c.detach()).item() if isinstance(c, Tensor) and c.numel() == 1 else c for c in cells]
+            checked_rows.append(tuple(c if isinstance(c, str | int | float | bool | None) else str(c) for c in plain))
+        self._add(name, lambda: Table(tuple(columns), tuple(checked_rows)))
 
     def histogram(self, name: str, values: Any, bins: int) -> None:
         if bins < 1:
@@ -218,26 +231,6 @@ def histogram(value: Tensor, bins: int) -> Histogram:
     index = ((value - low) * (bins / (high - low))).long().clamp_(0, bins - 1)
     counts = torch.bincount(index, minlength=bins)
     return Histogram(tuple(counts.tolist()), tuple(edges.tolist()))
-
-
-def table(name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    """Rows of plain cells: numbers and 0-dim tensors as numbers, anything else that is not a string as its `str`."""
-    if isinstance(columns, str):
-        raise TypeError(f"the columns of {name!r} are the string {columns!r}. Use a list of names: [{columns!r}].")
-    if isinstance(rows, str) or not isinstance(rows, Iterable):
-        raise TypeError(f"the rows of {name!r} are {rows!r}. Log a list of rows, each a list of cells.")
-    checked_rows = []
-    for number, row in enumerate(rows):
-        if isinstance(row, str) or not isinstance(row, Iterable) or (isinstance(row, Tensor) and not row.dim()):
-            raise TypeError(f"row {number} of {name!r} is {row!r}. Log each row as a list of its cells: [{row!r}].")
-        cells = list(row.values() if isinstance(row, Mapping) else row)
-        if len(cells) != len(columns):
-            raise ValueError(
-                f"row {number} of {name!r} has {len(cells)} cells for the {len(columns)} columns {columns}."
-            )
-        plain = [whole(c.detach()).item() if isinstance(c, Tensor) and c.numel() == 1 else c for c in cells]
-        checked_rows.append(tuple(c if isinstance(c, str | int | float | bool | None) else str(c) for c in plain))
-    return Table(tuple(columns), tuple(checked_rows))
 
 
 def markdown(shown: Table) -> str:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TextIO
@@ -15,8 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TextIO
 from dream_trainer.checks import check_between, check_names, check_positive
 from dream_trainer.config.parameter_class import check_fields
 from dream_trainer.events.callback import Callback
-from dream_trainer.loggers.formatting import format_count, format_duration, format_metrics
-from dream_trainer.screen import draw, is_in_notebook, show
+from dream_trainer.screen import draw, format_count, format_duration, format_metrics, is_in_notebook, show
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,8 +35,7 @@ class Pace:
 
     def __init__(self, step: int, samples: int, now: float, idle: float = 0.0, tokens: int = 0) -> None:
         self._first_step = step
-        self._origin: tuple[float, int, int] | None = None
-        self.is_warming_up = True
+        self.origin: tuple[float, int, int] | None = None  # where the warm-up ended
         # (seconds of training, step, samples, tokens, seconds waited); the first is used until warm-up is finished.
         self._looks = deque([(now - idle, step, samples, tokens, 0.0)], maxlen=50)
 
@@ -44,9 +43,8 @@ class Pace:
         self, step: int, samples: int, now: float, idle: float = 0.0, waiting: float = 0.0, tokens: int = 0
     ) -> None:
         """Takes note of where training is, now that `idle` seconds were not spent on it and `waiting` ones on data."""
-        if self._origin is None and step - self._first_step >= WARM_UP_STEPS:
-            self._origin = (now, step, tokens)
-            self.is_warming_up = False
+        if self.origin is None and step - self._first_step >= WARM_UP_STEPS:
+            self.origin = (now, step, tokens)
             self._looks.clear()
         self._looks.append((now - idle, step, samples, tokens, waiting))
 
@@ -62,15 +60,15 @@ class Pace:
     def share_waiting(self) -> float:
         """Share of training time, after warm-up, spent waiting for data."""
         (before, *_, first), (now, *_, waiting) = self._looks[0], self._looks[-1]
-        return (waiting - first) / (now - before) if now > before and not self.is_warming_up else 0.0
+        return (waiting - first) / (now - before) if now > before and self.origin is not None else 0.0
 
     def seconds_left(
         self, total_steps: int | None, step: int, now: float, max_tokens: int | None = None
     ) -> float | None:
         """Seconds until the first of these limits; None while unknown."""
-        if self._origin is None:
+        if self.origin is None:
             return None
-        since, first_step, first_tokens = self._origin
+        since, first_step, first_tokens = self.origin
         tokens = self._looks[-1][3]
         seconds = now - since
         left = [
@@ -121,23 +119,20 @@ class Progress(Callback):
         self._pace = Pace(0, 0, 0.0)
         self._shown: dict[str, float] = {}
         self._due = 0.0
-        # When the validation and the evaluation that are running began, by a clock that stands still during saves;
-        # and the seconds of those that are over.
-        self._running: dict[str, float] = {}
-        self._validating = 0.0
+        # When the validation and the evaluation that are running began, by a clock that stands still during saves.
+        self._began: dict[str, float] = {}
         self._bar: TerminalBar | NotebookBar | None = None
 
     # -- events
 
-    def post_setup(self, trainer: AbstractTrainer) -> None:
-        self._pace, self._shown, self._running = Pace(0, 0, 0.0), {}, {}
-
     def pre_fit(self, trainer: AbstractTrainer) -> None:
         now = self.clock()
-        self._shown, self._running = {}, {}  # a signal may have ended a validation in the middle of it
-        idle = self._idle(trainer, now)
-        self._pace = Pace(trainer.global_step, trainer.samples_seen, now, idle, trainer.tokens_seen)
-        self._start_bar(trainer)
+        self._shown, self._began = {}, {}  # a signal may have ended a validation in the middle of it
+        self._pace = Pace(trainer.global_step, trainer.samples_seen, now, _idle(trainer), trainer.tokens_seen)
+        self._stop_bar()
+        with suppress(OSError, ValueError):  # the terminal is gone
+            self._bar = live_bar(self._file)
+        self._draw_at(trainer, f"epoch {trainer.current_epoch}", "")
         # The first line comes with the first step, so that one sees that it runs.
         self._due = now
 
@@ -145,7 +140,7 @@ class Progress(Callback):
         now = self.clock()
         if now >= self._due:
             self._show(trainer, now)
-        elif self._pace.is_warming_up:
+        elif self._pace.origin is None:
             # Else the first rates would wait for the second line after warm-up, which may be a long time.
             self._look(trainer, now)
 
@@ -156,14 +151,13 @@ class Progress(Callback):
 
     def pre_val_epoch(self, trainer: AbstractTrainer) -> None:
         # It is there if a signal interrupted a validation, which then started again after a save.
-        self._running.setdefault(_kind(trainer), self.clock() - trainer.seconds_saving)
-        self._draw(lambda bar: bar.describe("validating"))
+        self._began.setdefault(_kind(trainer), self.clock() - trainer.seconds_saving)
+        if self._bar is not None:
+            self._draw_at(trainer, "validating", self.status(trainer, self.clock()))
 
     def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
         kind, now = _kind(trainer), self.clock() - trainer.seconds_saving
-        seconds = now - self._running.pop(kind, now)
-        if not self._running:  # else it was evaluated within a validation
-            self._validating += seconds
+        seconds = now - self._began.pop(kind, now)
         text = format_metrics(metrics) or "no metrics"
         self._print(f"{kind} | step {trainer.global_step} | {text} | took {seconds:.1f} s")
 
@@ -211,26 +205,22 @@ class Progress(Callback):
         self._look(trainer, now)
         status = self.status(trainer, now)
         epoch = f"epoch {trainer.current_epoch}"
-        if self._draw(lambda bar: bar.show(epoch, trainer.global_step, trainer.total_steps, status)):
+        if self._draw_at(trainer, epoch, status):
             self._due = now + self.refresh_seconds
         else:
             self._due = now + self.line_seconds
             self._print(f"{epoch} | {status}")
 
     def _look(self, trainer: AbstractTrainer, now: float) -> None:
-        waiting = trainer.seconds_waiting_for_data
-        idle = self._idle(trainer, now)
-        self._pace.look(trainer.global_step, trainer.samples_seen, now, idle, waiting, trainer.tokens_seen)
-
-    def _idle(self, trainer: AbstractTrainer, now: float) -> float:
-        """Seconds until now spent on validations, and on waits for saves."""
-        saving = trainer.seconds_saving
-        running = max((now - saving - began for began in self._running.values()), default=0.0)
-        return saving + self._validating + running
+        step, samples, waiting = trainer.global_step, trainer.samples_seen, trainer.seconds_waiting_for_data
+        self._pace.look(step, samples, now, _idle(trainer), waiting, trainer.tokens_seen)
 
     def _print(self, line: str) -> None:
         if not self._draw(lambda bar: bar.print(line)):
             show(line, self._file)
+
+    def _draw_at(self, trainer: AbstractTrainer, description: str, status: str) -> bool:
+        return self._draw(lambda bar: bar.show(description, trainer.global_step, trainer.total_steps, status))
 
     def _draw(self, act: Callable[[TerminalBar | NotebookBar], object]) -> bool:
         """Whether there is a bar that could do it. A terminal that cannot show it has plain lines from then on."""
@@ -240,17 +230,13 @@ class Progress(Callback):
             self._bar = None
         return self._bar is not None
 
-    def _start_bar(self, trainer: AbstractTrainer) -> None:
-        self._stop_bar()
-        try:
-            self._bar = live_bar(self._file)
-        except (OSError, ValueError):  # the terminal is gone
-            return
-        self._draw(lambda bar: bar.show(f"epoch {trainer.current_epoch}", trainer.global_step, trainer.total_steps, ""))
-
     def _stop_bar(self) -> None:
         self._draw(lambda bar: bar.stop())
         self._bar = None
+
+
+def _idle(trainer: AbstractTrainer) -> float:
+    return trainer.seconds_saving + trainer.seconds_validating
 
 
 def _kind(trainer: AbstractTrainer) -> str:
@@ -261,7 +247,7 @@ def _kind(trainer: AbstractTrainer) -> str:
 
 def shows_a_bar(callbacks: CallbackCollection) -> bool:
     """Whether a bar is shown on standard output or in a notebook: a Progress among the callbacks, or one that joins."""
-    if live_console(None) is None and not is_in_notebook():
+    if live_bar(None) is None:
         return False
     found = [callback for callback in callbacks.in_order() if isinstance(callback, Progress)]
     if not found:
@@ -273,20 +259,14 @@ def live_bar(file: TextIO | None) -> TerminalBar | NotebookBar | None:
     """The bar for `file`, or for standard output and notebooks if it is None; None if nothing can be replaced."""
     if file is None and is_in_notebook():
         return NotebookBar()
-    console = live_console(file)
-    return None if console is None else TerminalBar(console)
-
-
-def live_console(file: TextIO | None) -> Any:
-    """rich's, of a terminal that can replace what it shows."""
     from rich.console import Console
 
     console = Console(file=file or sys.stdout)
-    return console if console.is_interactive else None
+    return TerminalBar(console) if console.is_interactive else None
 
 
 class TerminalBar:
-    """A line or two at the bottom of a terminal, with everything else above."""
+    """A line or two at the bottom of a terminal, from the first `show` on, with everything else above."""
 
     def __init__(self, console: Any) -> None:
         from rich.progress import BarColumn, Progress, TextColumn
@@ -302,15 +282,11 @@ class TerminalBar:
             auto_refresh=False,
         )
         self._task = self._bar.add_task("", total=None, status="")
-        self._bar.start()
 
     def show(self, description: str, completed: int, total: int | None, status: str) -> None:
-        self._bar.update(
-            self._task, description=description, completed=completed, total=total, status=status, refresh=True
-        )
-
-    def describe(self, description: str) -> None:
-        self._bar.update(self._task, description=description, refresh=True)
+        self._bar.update(self._task, description=description, completed=completed, total=total, status=status)
+        self._bar.start()
+        self._bar.refresh()
 
     def print(self, line: str) -> None:
         """Prints above it, not folded at the terminal's width, so that paths can be copied."""
@@ -323,31 +299,21 @@ class TerminalBar:
 class NotebookBar:
     """One output of a notebook's cell, replaced in place; its text is for notebooks shown without HTML."""
 
-    def __init__(self) -> None:
-        from IPython.display import display  # type: ignore[import-not-found]  # pyright: ignore
-
-        self._shown: tuple[str, int, int | None, str] = ("", 0, None, "")
-        self._handle: Any = display(self._data(), raw=True, display_id=True)
+    _handle: Any = None
 
     def show(self, description: str, completed: int, total: int | None, status: str) -> None:
-        self._shown = (description, completed, total, status)
-        self._handle.update(self._data(), raw=True)
+        # Without a value it moves to and fro.
+        length = "" if total is None else f' max="{max(total, 1)}" value="{completed}"'
+        text = " | ".join(filter(None, (description, status)))
+        shown = f'<progress{length} style="width: 12em"></progress> <code>{html.escape(text)}</code>'
+        if self._handle is None:
+            from IPython.display import display  # type: ignore[import-not-found]  # pyright: ignore
 
-    def describe(self, description: str) -> None:
-        self.show(description, *self._shown[1:])
+            self._handle = display({"text/plain": ""}, raw=True, display_id=True)
+        self._handle.update({"text/html": shown, "text/plain": text}, raw=True)
 
     def print(self, line: str) -> None:
         show(line)
 
     def stop(self) -> None:
         """Nothing is held."""
-
-    def _data(self) -> dict[str, str]:
-        description, completed, total, status = self._shown
-        # Without a value it moves to and fro.
-        length = "" if total is None else f' max="{max(total, 1)}" value="{completed}"'
-        text = " | ".join(filter(None, (description, status)))
-        return {
-            "text/html": f'<progress{length} style="width: 12em"></progress> <code>{html.escape(text)}</code>',
-            "text/plain": text,
-        }

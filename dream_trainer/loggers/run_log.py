@@ -34,35 +34,38 @@ _DISTRIBUTIONS = {"PIL": "pillow", "google_crc32c": "google-crc32c", "mlflow": "
 
 
 class LoggerGroup:
-    """Several loggers, opened when there is something to write."""
+    """Several loggers, opened when training begins."""
 
     def __init__(self, loggers: list[Logger], report: Callable[[str, str], None], *, strict: bool = False) -> None:
-        self._loggers = _checked(loggers)
+        if not isinstance(loggers, list | tuple):
+            raise HookError(
+                f"configure_loggers returned {loggers!r}, not a list. Return a list of loggers, [] for none."
+            )
+        for each in loggers:
+            if not isinstance(each, Logger):
+                raise HookError(
+                    f"configure_loggers returned {each!r} in its list, which is not a logger. Return objects of "
+                    "classes derived from dream_trainer.loggers.Logger."
+                )
+        self._loggers = loggers
         self._report = report
         self._strict = strict
-        self._open: list[Logger] = []
-        self.waiting = self._loggers[:]
+        self._open: list[Logger] | None = None
 
-    def open(
-        self, run_dir: Path, config: Callable[[], dict[str, Any]], resumed_step: int | None, *, early: bool = False
-    ) -> None:
-        """Opens every logger, or with `early` those that the user's code may write to by itself."""
-        now = [each for each in self.waiting if each.is_open_early]
-        later = [each for each in self.waiting if not each.is_open_early]
-        if not early:
-            now, later = now + later, []
-        self.waiting = later
-        plain = config() if now else {}
-        for each in now:
-            if self._guarded(each, partial(each.open, run_dir, plain, resumed_step)) is not _FAILED:
-                self._open.append(each)
+    def open(self, run_dir: Path, config: Callable[[], dict[str, Any]], resumed_step: int | None) -> None:
+        """Opens the loggers, unless they are open."""
+        if self._open is None:
+            self._open, plain = [], config() if self._loggers else {}
+            for each in self._loggers:
+                if self._guarded(each, partial(each.open, run_dir, plain, resumed_step)) is not _FAILED:
+                    self._open.append(each)
 
     def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
-        for each in self._open:
+        for each in self._open or ():
             self._guarded(each, partial(each.log, metrics, stamp))
 
     def log_media(self, name: str, media: Media, stamp: Stamp) -> None:
-        shown = [self._guarded(each, partial(each.log_media, name, media, stamp)) for each in self._open]
+        shown = [self._guarded(each, partial(each.log_media, name, media, stamp)) for each in self._open or ()]
         if all(answer is False for answer in shown):
             kind = type(media).__name__
             self._report(
@@ -72,7 +75,7 @@ class LoggerGroup:
             )
 
     def close(self) -> None:
-        loggers, self._open, self.waiting = self._open, [], self._loggers[:]
+        loggers, self._open = self._open or [], None
         with ExitStack() as stack:
             for each in reversed(loggers):
                 stack.callback(self._guarded, each, each.close)
@@ -135,18 +138,6 @@ def _logger_class(name: str) -> type[Logger]:
     raise ConfigError(f'the logger "{name}" is {entry.value}, which is no class of loggers. Derive it from Logger.')
 
 
-def _checked(returned: object) -> list[Logger]:
-    if not isinstance(returned, list | tuple):
-        raise HookError(f"configure_loggers returned {returned!r}, not a list. Return a list of loggers, [] for none.")
-    for each in returned:
-        if not isinstance(each, Logger):
-            raise HookError(
-                f"configure_loggers returned {each!r} in its list, which is not a logger. Return objects of classes "
-                "derived from dream_trainer.loggers.Logger."
-            )
-    return list(returned)
-
-
 class RunLog:
     """One run's numbers and media on this rank; every rank has one and calls it alike."""
 
@@ -171,7 +162,7 @@ class RunLog:
         self._stamp, self._notify, self._of_data, self._warn_once = stamp, notify, of_data, warn_once
         self._cadence = Cadence(steps=parameters.log_every_n_steps)
         self._world = Ranks.alone()
-        self._loggers = LoggerGroup([], warn_once)  # with some on rank 0; opened when there is something to write
+        self._loggers = LoggerGroup([], warn_once)  # with some on rank 0
         self.history: list[Line] = []
         self._history_lines = parameters.history_lines
         self._flight: tuple[Flight, Stamp] | None = None  # a flush that is not read yet
@@ -187,26 +178,19 @@ class RunLog:
         self._world = self._media.world = world
         self._loggers = loggers
 
-    def open(self, *, early: bool = False) -> None:
-        """Opens the loggers; `early` only those that the user's code may write to by itself."""
-        self._loggers.open(self._run_dir, self._config, self._resumed_step, early=early)
-
     # -- training
 
     def batch_finished(self, result: Mapping[str, Any], weight: Scalar | None, size: int) -> None:
-        """Takes a micro-batch's result; the first number opens the loggers."""
+        """Takes a micro-batch's result."""
         training = self._training
         self._has_ended = False
         if result:
             training.metrics.add_result(result, size if weight is None else weight, "train/")
         if training.undecided:
             training.decide(weight)
-        if self._loggers.waiting and training.metrics.has_values():
-            self.open()
 
     def window_started(self) -> None:
-        if self._loggers.waiting:
-            self.open(early=True)
+        self._opened()
         self._training.window_started()
 
     def window_dropped(self) -> None:
@@ -255,8 +239,8 @@ class RunLog:
 
     def validation_started(self, *, is_training: bool) -> None:
         """Forgets the unused media of an earlier validation: `evaluate` and `predict` write nothing."""
-        if is_training and self._loggers.waiting:
-            self.open(early=True)
+        if is_training:
+            self._opened()
         self._records.validation_media.clear()
 
     def validated(self, metrics: dict[str, float]) -> None:
@@ -301,8 +285,7 @@ class RunLog:
         return list(takewhile(lambda line: line["step"] == step, reversed(self.history)))[::-1]
 
     def _opened(self) -> LoggerGroup:
-        if self._loggers.waiting:
-            self.open()
+        self._loggers.open(self._run_dir, self._config, self._resumed_step)
         return self._loggers
 
     # -- state

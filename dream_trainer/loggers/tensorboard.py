@@ -31,7 +31,6 @@ class TensorBoardLogger(Logger):
 
     requires: ClassVar[tuple[str, ...]] = ("tensorboard", "google_crc32c")
     _file: BinaryIO | None = None
-    _event: type[Event] | None = None
 
     @override
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
@@ -48,7 +47,6 @@ class TensorBoardLogger(Logger):
         # TensorBoard reads the files of a directory in the order of their names.
         name = f"events.out.tfevents.{now:.6f}.{socket.gethostname()}.{os.getpid()}"
         self._file = (directory / name).open("ab")
-        self._event = Event
         self._write(Event(wall_time=now, file_version="brain.Event:2"))
         # At a second start event TensorBoard forgets earlier events from its step on; the first start does nothing.
         start = SessionLog(status=SessionLog.START)
@@ -56,7 +54,7 @@ class TensorBoardLogger(Logger):
 
     @override
     def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
-        event = self._opened(self._event)(wall_time=stamp.time, step=stamp.step)
+        event = _event(stamp)
         add = event.summary.value.add  # half the time of a list of Summary.Value
         for name, value in metrics.items():
             add(tag=name, simple_value=value)
@@ -64,7 +62,7 @@ class TensorBoardLogger(Logger):
 
     @override
     def log_media(self, name: str, media: Media, stamp: Stamp) -> bool:
-        event = self._opened(self._event)(wall_time=stamp.time, step=stamp.step)
+        event = _event(stamp)
         event.summary.CopyFrom(_summary(name, media))
         self._write(event)
         return True
@@ -73,12 +71,18 @@ class TensorBoardLogger(Logger):
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-            self._file = self._event = None
+            self._file = None
 
     def _write(self, event: Event) -> None:
-        assert self._file is not None  # there is no event without `open`
-        self._file.write(_record(event.SerializeToString()))
-        self._file.flush()
+        file = self._opened(self._file)
+        file.write(_record(event.SerializeToString()))
+        file.flush()
+
+
+def _event(stamp: Stamp) -> Event:
+    from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+
+    return Event(wall_time=stamp.time, step=stamp.step)
 
 
 def _drop_later_events(path: Path, last_step: int) -> None:
@@ -116,7 +120,8 @@ def _masked(checksum: int) -> bytes:
 
 
 def _summary(name: str, media: Media) -> Summary:
-    from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary, SummaryMetadata  # pyright: ignore[reportAttributeAccessIssue]
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata  # pyright: ignore[reportAttributeAccessIssue]
+    from torch.utils.tensorboard.summary import histogram_raw, text
 
     from dream_trainer.loggers.media_files import gif, png, wav
 
@@ -141,18 +146,12 @@ def _summary(name: str, media: Media) -> Summary:
             )
             return Summary(value=[Summary.Value(tag=name, audio=sound)])
         case Histogram():
-            counts = HistogramProto(
-                min=media.edges[0],
-                max=media.edges[-1],
-                num=sum(media.counts),
-                bucket_limit=media.edges[1:],
-                bucket=media.counts,
-            )
-            return Summary(value=[Summary.Value(tag=name, histo=counts)])
+            edges, counts = media.edges, media.counts
+            return histogram_raw(name, edges[0], edges[-1], sum(counts), 0.0, 0.0, edges[1:], counts)
         case Table():
-            return _text(name, markdown(media))
+            return text(name, markdown(media))
         case Text():
-            return _text(name, media.text)
+            return text(name, media.text)
 
 
 def _image(shape: tuple[int, ...], data: bytes) -> Summary.Image:
@@ -160,9 +159,3 @@ def _image(shape: tuple[int, ...], data: bytes) -> Summary.Image:
 
     channels, height, width = shape
     return Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=data)
-
-
-def _text(name: str, text: str) -> Summary:
-    from torch.utils.tensorboard.summary import text as text_summary
-
-    return text_summary(name, text)

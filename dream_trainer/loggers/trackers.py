@@ -43,6 +43,7 @@ class _JournalLogger(Logger):
 
     _package: ClassVar[str]  # also the field of its parameters
     _table_options: ClassVar[dict[str, Any]] = {}
+    _has_galleries: ClassVar[bool] = False  # several images under one name
     _known = -1  # the last step that the tracker has from before the restart
     _lines: LineFile | None = None
     run: Any = None
@@ -91,10 +92,6 @@ class _JournalLogger(Logger):
         """Gives values to the tracker."""
 
     @abstractmethod
-    def _shown_images(self, name: str, images: list[Any]) -> dict[str, Any]:
-        """Images of the tracker by the names that they are logged under."""
-
-    @abstractmethod
     def _shown_text(self, text: str) -> Any:
         """The tracker's object for text."""
 
@@ -104,7 +101,8 @@ class _JournalLogger(Logger):
         match media:
             case Images():
                 images = [tracker.Image(pil_image(image.pixels), caption=image.caption) for image in media.images]
-                return self._shown_images(name, images)
+                numbered = dict(zip(_numbered(name, len(images)), images, strict=True))
+                return {name: images} if self._has_galleries else numbered
             case Video():
                 return {name: tracker.Video(_file(directory / "video.gif", gif(media)))}
             case Audio():
@@ -150,9 +148,9 @@ class WandbLogger(_JournalLogger):
     """
 
     requires: ClassVar[tuple[str, ...]] = ("wandb",)
-    is_open_early: ClassVar[bool] = True  # for `wandb.log`
     _package: ClassVar[str] = "wandb"
     _table_options: ClassVar[dict[str, Any]] = {"allow_mixed_types": True}
+    _has_galleries: ClassVar[bool] = True
     run: wandb.Run | None = None
 
     def __init__(self, parameters: WandbParameters | None = None) -> None:
@@ -213,10 +211,6 @@ class WandbLogger(_JournalLogger):
         self._step, self._row, self._next_row = step, row, row + self._has_others
 
     @override
-    def _shown_images(self, name: str, images: list[Any]) -> dict[str, Any]:
-        return {name: images}
-
-    @override
     def _shown_text(self, text: str) -> Any:
         import wandb
 
@@ -255,15 +249,14 @@ class TrackioLogger(_JournalLogger):
 
     def __init__(self, parameters: TrackioParameters | None = None) -> None:
         self._parameters = parameters or TrackioParameters()
-        self._has_begun = False
         self._stored: Counter[_Row] = Counter()  # rows that Trackio already has, and would get again
 
     @override
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
         import trackio
+        from trackio.sqlite_storage import SQLiteStorage
 
         self.close()
-        continues = self._has_begun and resumed_step is not None
         # Embedded in a notebook, it would start a server.
         arguments = {"embed": False, **self._parameters.init_arguments}
         self.run = trackio.init(
@@ -271,11 +264,13 @@ class TrackioLogger(_JournalLogger):
             name=_run_name(self._parameters.name, config),
             group=config["group"],
             config=config,
-            resume="allow" if continues else "never",
+            resume="never" if resumed_step is None else "allow",
             **arguments,
         )
-        self._has_begun = True
-        self._stored = _stored_rows(self.run) if continues else Counter()
+        self._stored = Counter()
+        if resumed_step is not None:  # in the store on this machine
+            rows = SQLiteStorage.get_logs(self.run.project, self.run.name, run_id=self.run.id)
+            self._stored.update((int(row["step"]), frozenset(row) - {"step", "timestamp"}) for row in rows)
         self._open_journal(run_dir, resumed_step)
 
     @override
@@ -287,30 +282,10 @@ class TrackioLogger(_JournalLogger):
             self._opened(self.run).log(values, step=step)
 
     @override
-    def _shown_images(self, name: str, images: list[Any]) -> dict[str, Any]:
-        return dict(zip(_numbered(name, len(images)), images, strict=True))
-
-    @override
     def _shown_text(self, text: str) -> Any:
         import trackio
 
         return trackio.Markdown(text)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"has_begun": self._has_begun}
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._has_begun = state["has_begun"]
-
-
-def _stored_rows(run: Run) -> Counter[_Row]:
-    """Counts of a run's rows in the store on this machine."""
-    from trackio.sqlite_storage import SQLiteStorage
-
-    rows = SQLiteStorage.get_logs(run.project, run.name, run_id=run.id)
-    return Counter((int(row["step"]), frozenset(row) - {"step", "timestamp"}) for row in rows)
 
 
 # MLflow's limits: metrics and parameters in one call, letters of a parameter's name and of its value.
@@ -342,8 +317,7 @@ class MLflowLogger(Logger):
         self._parameters = parameters or MLflowParameters()
         self._run: tuple[MlflowClient, str] | None = None  # with the run's id
         # For a continued run: the last step that MLflow has of a metric, and the images that it has.
-        self._continues = False
-        self._last_steps: dict[str, int] = {}
+        self._last_steps: dict[str, int] | None = None
         self._images: set[tuple[str, int]] = set()
 
     @classmethod
@@ -357,9 +331,9 @@ class MLflowLogger(Logger):
 
         self.close()
         client = MlflowClient(tracking_uri=self._parameters.tracking_uri)
-        self._continues, self._last_steps, self._images = False, {}, set()
+        self._last_steps, self._images = None, set()
         if resumed_step is not None and self.run_id is not None and _is_known(client, self.run_id):
-            self._continues = True
+            self._last_steps = {}
             client.update_run(self.run_id, status="RUNNING")
             found = (_STEP_OF_IMAGE.match(file.path) for file in client.list_artifacts(self.run_id, "images"))
             self._images = {(match[1], int(match[2])) for match in found if match}
@@ -392,13 +366,15 @@ class MLflowLogger(Logger):
         new = [
             Metric(name, value, time, stamp.step)
             for name, value in ((_legal(name), value) for name, value in _values(metrics, stamp).items())
-            if not self._continues or stamp.step > self._last_step(name)
+            if stamp.step > self._last_step(name)
         ]
         for first in range(0, len(new), _METRICS):
             client.log_batch(run_id, metrics=new[first : first + _METRICS], synchronous=True)
 
     def _last_step(self, name: str) -> int:
-        """The last step that MLflow had of a metric when the run continued."""
+        """The last step that MLflow had of a metric when the run continued; -1 of a new run."""
+        if self._last_steps is None:
+            return -1
         if name not in self._last_steps:
             client, run_id = self._opened(self._run)
             history = client.get_metric_history(run_id, name)

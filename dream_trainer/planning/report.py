@@ -6,9 +6,9 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 
-from dream_trainer.loggers.formatting import format_bytes
 from dream_trainer.planning.planned_trainer import LEFT_OUT
 from dream_trainer.planning.planner import MeshPlan, RankPlan, Tried
+from dream_trainer.screen import format_bytes
 
 _MEANS = {
     "parameters": "this rank's part",

@@ -24,12 +24,11 @@ from dream_trainer.config.trainer_config import DreamTrainerConfig
 from dream_trainer.errors import ConfigError, DataError, HookError
 from dream_trainer.events.callback import Callback
 from dream_trainer.loggers.buffer import MetricBuffer
-from dream_trainer.loggers.formatting import format_metrics, format_number
 from dream_trainer.modules.metrics import is_metric
 from dream_trainer.nested import map_tensors
 from dream_trainer.optim.learning_rates import ScheduleParameters, build_schedules
 from dream_trainer.optim.optimizers import OptimizerParameters, build_optimizers
-from dream_trainer.screen import show
+from dream_trainer.screen import format_metrics, format_number, show
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.dream import DreamTrainer
 
@@ -123,40 +122,13 @@ class Loss:
         return targets
 
 
-class ModelCalls:
-    """Calls a model with batches; without a loss the model returns it. `target` is its name in a mapping."""
-
-    def __init__(self, loss: Loss | None, target: str) -> None:
-        self.loss, self._target = loss, target
-
-    def forward(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any, Any, Tensor | None]:
-        """The loss of a batch, what metrics get (outputs and targets), and the labels that the loss is a mean over."""
-        inputs, targets = self._parts(batch)
-        if self.loss is None:
-            outputs = _called(model, batch)
-            behind = [*outputs[1:2]] if isinstance(outputs, tuple | list) else []
-            return _own_loss(outputs, model, batch), behind[0] if behind else scores(outputs), targets, None
-        if targets is None:
-            raise DataError(
-                f"loss= needs a target, and there is none in a batch of {shapes(batch)}. Yield (inputs, target), or a "
-                f"dict with {self._target!r} (target= names another), or give step=, a function of (model, batch)."
-            )
-        outputs = _called(model, inputs)
-        return self.loss(outputs, targets), scores(outputs), targets, self.loss.labels_in(outputs, targets)
-
-    def predict(self, model: nn.Module, batch: Any) -> Any:
-        """The model's outputs of a batch, with or without its target; half precision as float32, which numpy has."""
-        is_whole = self.loss is None and isinstance(batch, Mapping)
-        found = scores(_called(model, batch if is_whole else self._parts(batch)[0]))
-        is_half = (torch.bfloat16, torch.float16)
-        return map_tensors(lambda tensor: tensor.float() if tensor.dtype in is_half else tensor, found)
-
-    def _parts(self, batch: Any) -> tuple[Any, Any]:
-        if isinstance(batch, Mapping):
-            return {key: value for key, value in batch.items() if key != self._target}, batch.get(self._target)
-        if isinstance(batch, tuple | list):
-            return (batch[:-1], batch[-1]) if len(batch) > 1 else (batch, None)
-        return batch, None
+def _parts(batch: Any, target: str) -> tuple[Any, Any]:
+    """The inputs, and the target or None."""
+    if isinstance(batch, Mapping):
+        return {key: value for key, value in batch.items() if key != target}, batch.get(target)
+    if isinstance(batch, tuple | list):
+        return (batch[:-1], batch[-1]) if len(batch) > 1 else (batch, None)
+    return batch, None
 
 
 def scores(outputs: Any) -> Any:
@@ -276,7 +248,8 @@ class Given:
     model: nn.Module
     train: Any
     val: Any
-    calls: ModelCalls
+    loss: Loss | None  # None: the model returns it
+    target: str  # its name in batches that are dicts
     metrics: Metrics
     step: Step | None
     val_step: Step | None
@@ -303,7 +276,7 @@ class ObjectsTrainer(DreamTrainer):
     def configure_models(self) -> None:
         self.is_launched = True
         self.model = self.given.model
-        loss = self.given.calls.loss
+        loss = self.given.loss
         if loss is not None and loss.module is not None:  # such as weights of classes
             loss.module.to(self.world.device)
         if not self.model.training:  # as from_pretrained returns it, which would train without dropout
@@ -374,12 +347,28 @@ class ObjectsTrainer(DreamTrainer):
 
     # -- steps
 
+    def _forward(self, batch: Any) -> tuple[Tensor, Any, Any, Tensor | None]:
+        """The loss of a batch, what metrics get (outputs and targets), and the labels that the loss is a mean over."""
+        loss, target = self.given.loss, self.given.target
+        inputs, targets = _parts(batch, target)
+        if loss is None:
+            outputs = _called(self.model, batch)
+            behind = [*outputs[1:2]] if isinstance(outputs, tuple | list) else []
+            return _own_loss(outputs, self.model, batch), behind[0] if behind else scores(outputs), targets, None
+        if targets is None:
+            raise DataError(
+                f"loss= needs a target, and there is none in a batch of {shapes(batch)}. Yield (inputs, target), or a "
+                f"dict with {target!r} (target= names another), or give step=, a function of (model, batch)."
+            )
+        outputs = _called(self.model, inputs)
+        return loss(outputs, targets), scores(outputs), targets, loss.labels_in(outputs, targets)
+
     @override
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """Each sample of a window counts the same, or each label if the loss is a mean over labels."""
         given, window, labels = self.given, self.accumulation_window, None
         if given.step is None:
-            loss, _, _, labels = given.calls.forward(self.model, batch)
+            loss, _, _, labels = self._forward(batch)
             result: dict[str, Any] = {"loss": loss}
         else:
             result = {name: v for name, v in values_of(given.step(self.model, batch), "step").items() if v is not None}
@@ -398,17 +387,21 @@ class ObjectsTrainer(DreamTrainer):
         step = given.val_step or given.step
         if step is not None:
             return values_of(step(self.model, batch), "step" if given.val_step is None else "val_step")
-        loss, outputs, targets, labels = given.calls.forward(self.model, batch)
+        loss, outputs, targets, labels = self._forward(batch)
         result: dict[str, Any] = {"loss": loss}
         self.log("loss", loss, weight=labels)
-        for name, value, counted in given.metrics.measure(outputs, targets, given.calls.loss):
+        for name, value, counted in given.metrics.measure(outputs, targets, given.loss):
             self.log(name, value, weight=counted)
             result[name] = value
         return result, 0  # for listeners: it is logged already
 
     @override
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.given.calls.predict(self.model, batch)
+        """The model's outputs of a batch, with or without its target; half precision as float32, which numpy has."""
+        is_whole = self.given.loss is None and isinstance(batch, Mapping)
+        found = scores(_called(self.model, batch if is_whole else _parts(batch, self.given.target)[0]))
+        is_half = (torch.bfloat16, torch.float16)
+        return map_tensors(lambda tensor: tensor.float() if tensor.dtype in is_half else tensor, found)
 
     def scheduled(self, unit: str) -> list[Any]:
         schedule = self.given.schedule

@@ -218,6 +218,11 @@ class AbstractTrainer(MixinHooks):
         return self._runtime.saver.seconds
 
     @property
+    def seconds_validating(self) -> float:
+        """Seconds that training has been interrupted by validations and `predict` in this process."""
+        return self._runtime.window.validation_seconds
+
+    @property
     def samples_seen(self) -> int:
         """Samples consumed by all ranks since the run began; independent of world size and accumulation."""
         return self._runtime.progress.samples_seen
@@ -495,7 +500,7 @@ class AccumulationWindow:
         return (self._runtime.accumulation.losses or ()) if self._runtime.session.is_ready else ()
 
     def watch(self, left_out: Callable[[Optimizer], None]) -> None:
-        """Keeps `losses` and reports skipped steps from now on to the end of the run; can be called from `pre_fit` on.
+        """Keeps `losses` and reports skipped steps from now on to the end of the run; can be called in `post_setup`.
 
         Args:
             left_out: Called with each optimizer whose step the host skips since its gradients are not finite, while

@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import signal
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, Self, get_type_hints
@@ -444,7 +443,6 @@ class BaseTrainer(AbstractTrainer):
         if runtime.log is not None:
             runtime.log.land()
         coordinator, loaders = runtime.coordinator, runtime.data.validation
-        began = time.monotonic()
         while True:
             try:
                 metrics = validate(runtime, loaders, schedule.validation_batches, coordinator)
@@ -459,7 +457,6 @@ class BaseTrainer(AbstractTrainer):
                 self._save_if_due(stepped=False, epoch_ended=False, is_last=stopped, requested=not stopped)
                 if stopped:
                     return False
-        runtime.window.validation_seconds += time.monotonic() - began
         schedule.owe(stepped=stepped, epoch_ended=epoch_ended, validates=False)
         schedule.validated()
         step = runtime.progress.global_step

@@ -114,7 +114,7 @@ class WindowState:
     epoch_ends: bool = False  # whether the epoch ends with it
     validates: bool = False  # whether a validation follows it
     local_batches: int = 0  # training batches processed since this process started
-    validation_seconds: float = 0.0  # of validations in this process
+    validation_seconds: float = 0.0  # of validations and predictions between this process's windows
 
 
 # -- when an epoch and the run end, when a validation is due, when the time is up, and pending work

@@ -29,10 +29,9 @@ from dream_trainer.distributed.failure import dead_ranks, describe, is_lost_conn
 from dream_trainer.distributed.hosts import own_code
 from dream_trainer.distributed.job_store import job_store
 from dream_trainer.errors import CheckpointError, ConfigError
-from dream_trainer.loggers.formatting import format_duration
 from dream_trainer.loggers.interface import Stamp
 from dream_trainer.loggers.line_files import json_ready, replace_file
-from dream_trainer.screen import show
+from dream_trainer.screen import format_duration, show
 from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.version import __version__
 

@@ -6,6 +6,7 @@ A rank that ran out of batches repeats its last one with weight 0, only where th
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -68,6 +69,7 @@ def validate(
 def validation_mode(runtime: Runtime) -> Iterator[None]:
     """Inside: eval mode, no gradients, and separate random numbers. At the end everything is restored, in any case."""
     runtime.state.training = False
+    began, seconds_before = time.monotonic(), runtime.window.validation_seconds
     is_sanity, records = runtime.state.is_sanity_validation, runtime.records
     where = "a sanity validation" if is_sanity else "predict or before a validation's loaders"
     nowhere = NoRecord(where, runtime.warn_once, None if is_sanity else records.validation_media)
@@ -90,6 +92,8 @@ def validation_mode(runtime: Runtime) -> Iterator[None]:
         runtime.parallel.reshard()
         runtime.parallel.forget_whole()
         runtime.state.training, runtime.state.is_padding_batch, runtime.state.val_name = True, False, ""
+        if runtime.session.is_training and not is_sanity:
+            runtime.window.validation_seconds = seconds_before + time.monotonic() - began
 
 
 def _without_prefix(metrics: dict[str, float]) -> dict[str, float]:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -41,7 +42,8 @@ def measured(seconds: list[float], *, log_every: int = 2, size: int = 4, **optio
     config = make_config(callbacks=[callback, recorder], log_every=log_every, n_epochs=1, val_every_n_steps=2)
     trainer = Timed(config, batches(len(seconds), size), batches(2))
     trainer.clock, trainer.seconds = clock, iter(seconds)
-    return record(trainer, recorder)
+    with patch("dream_trainer.trainer.validation.time", SimpleNamespace(monotonic=clock)):
+        return record(trainer, recorder)
 
 
 def test_rates_leave_out_the_first_steps_and_validations() -> None:
@@ -103,7 +105,8 @@ def test_waiting_for_data_shows_and_is_not_training() -> None:
 @pytest.mark.parametrize("by", ["the config", "a callback", "the user after a validation"])
 def test_time_that_checkpoints_take_is_left_out(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, recorder = Clock(), Recorder()
-    monkeypatch.setattr("dream_trainer.trainer.mixins.checkpointing.time", SimpleNamespace(monotonic=clock))
+    for place in ("mixins.checkpointing", "validation"):
+        monkeypatch.setattr(f"dream_trainer.trainer.{place}.time", SimpleNamespace(monotonic=clock))
 
     class SlowToSave(dt.Callback):
         def state_dict(self) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """`dream-trainer env`: what is there, and no secret."""
 
 import json
-import platform
 
 import pytest
 import torch
@@ -18,12 +17,9 @@ def test_it_says_settings_and_no_secret(capsys: pytest.CaptureFixture[str], monk
     assert main(["env", "--json"]) == 0
     out = capsys.readouterr().out
     facts = json.loads(out)
-    assert facts["machine"]["dream_trainer"] == __version__
-    assert facts["machine"]["python"] == platform.python_version()
-    assert facts["pytorch"]["torch"] == torch.__version__
-    assert facts["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert (facts["packages"]["dream_trainer"], facts["machine"]["torch_version"]) == (__version__, torch.__version__)
     assert facts["variables"]["NCCL_DEBUG"] == "WARN"
     assert "hush" not in out + text
-    for group in facts.values():
-        for name, value in group.items():
-            assert any(line.split() == [name, *str(value).split()] for line in text.splitlines())
+    assert f"PyTorch version: {torch.__version__}" in text
+    for name, value in (facts["packages"] | facts["variables"]).items():
+        assert any(line.split() == [name, value] for line in text.splitlines())

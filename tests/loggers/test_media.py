@@ -75,10 +75,10 @@ def test_a_histogram_counts_as_numpy_does(values: torch.Tensor) -> None:
 
 
 def test_table_cells_are_plain() -> None:
-    found = media.table("t", ["a", "b"], [[torch.tensor(1.5), None], {"a": Path("x"), "b": True}])
+    found, _ = logged("table", ["a", "b"], [[torch.tensor(1.5), None], {"a": Path("x"), "b": True}])
     assert found.rows == ((1.5, None), ("x", True))
-    with pytest.raises(ValueError, match="row 1 of 't' has 1 cells for the 2 columns"):
-        media.table("t", ["a", "b"], [[1, 2], [3]])
+    with pytest.raises(ValueError, match="row 1 of 'sample' has 1 cells for the 2 columns"):
+        logged("table", ["a", "b"], [[1, 2], [3]])
 
 
 @pytest.mark.pitfall(44)

@@ -98,10 +98,11 @@ def test_a_line_is_written_a_window_after_it_was_due_so_that_nobody_waits(run: C
     assert run.told == [(2, {"train/loss": 2.0})]
 
 
-def test_loggers_are_opened_when_there_is_something_to_write(run: Counter) -> None:
-    run.log.batch_finished({}, None, BATCH)
+def test_loggers_are_opened_when_training_begins(run: Counter) -> None:
+    run.log.validation_started(is_training=False)
     assert run.notes.opened == []
-    run.log.batch_finished({"loss": 1.0}, None, BATCH)
+    run.window(1.0)
+    run.window(1.0)
     assert run.notes.opened == [({"seed": 3}, None)]
 
 
