@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 
 @contextmanager
@@ -20,19 +20,11 @@ def followed_by(finish: Callable[[], object]) -> Iterator[None]:
     finish()
 
 
-def call_each(actions: Iterable[Callable[[], object]]) -> None:
+def call_each(actions: Sequence[Callable[[], object]]) -> None:
     """Calls every one, although others raise; then the first exception is raised, with the later ones as its notes."""
-    first: Exception | None = None
-    for action in actions:
-        try:
-            action()
-        except Exception as error:
-            if first is None:
-                first = error
-            else:
-                first.add_note(f"Closing continued after this, and failed again: {in_a_line(error)}")
-    if first is not None:
-        raise first
+    with ExitStack() as stack:
+        for action in reversed(actions):
+            stack.enter_context(followed_by(action))
 
 
 def in_a_line(error: BaseException) -> str:

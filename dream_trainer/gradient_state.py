@@ -47,9 +47,7 @@ class GradientState:
     waiting: set[Any] = field(default_factory=set)  # groups that ended a backward whose gradients are not reduced yet
     graphs: dict[Any, None] = field(default_factory=dict)  # groups that graphs of gradients refer to
     own_time: OwnTime = field(default_factory=OwnTime)  # this rank's, without collectives
-    parts: dict[str, ModelPart] = field(
-        default_factory=dict
-    )  # of what ranks with different data divide, by mesh dimension
+    parts: dict[str, ModelPart] = field(default_factory=dict)  # of what is divided over data, by mesh dimension
     tied: dict[int, tuple[int, ...]] = field(default_factory=dict)  # ranks with a copy of a parameter, by its id
     whole: set[int] = field(default_factory=set)  # ids of those of them in models that every stage has whole
     order: int = 0  # a hash of all collectives of the groups so far, in order

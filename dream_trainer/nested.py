@@ -86,8 +86,7 @@ def detach(tree: Any) -> Any:
 
 
 def concatenated(trees: Sequence[Any], say_uneven: Callable[[list[Any]], None]) -> Any:
-    """Batches of one structure as a single one: tensors joined along their first dimension, parts that cannot be joined
-    as lists."""
+    """Batches of one structure as a single one: tensors joined along their first dimension, other parts as lists."""
     first = trees[0] if trees else None
     if isinstance(first, Tensor) and first.dim() > 0:
         if any(tree.shape[1:] != first.shape[1:] for tree in trees):
@@ -124,8 +123,7 @@ def _average_column(key: str, values: list[Any]) -> Any:
         return average(values)
     if nested:
         raise TypeError(
-            f"Key {key!r} holds a dict in {nested} of {len(values)} records and a number in the others. Give them "
-            "one shape."
+            f"Key {key!r} holds a dict in {nested} of {len(values)} records, a number in others. Give them one shape."
         )
     return sum(values) / len(values)
 

@@ -97,7 +97,7 @@ MUTANTS = [
     ),
     Mutant(
         "samples of training batches are guessed",
-        "dream_trainer/trainer/prefetcher.py",
+        "dream_trainer/trainer/base.py",
         "    elif count.own is not None:",
         "    elif True:",
         "tests/trainer/test_sample_counts.py -k dealt",
@@ -799,7 +799,7 @@ MUTANTS = [
     Mutant(
         "counters not restored",
         "dream_trainer/trainer/state_registry.py",
-        "progress.load_state_dict(_progress(checkpoint))",
+        'progress.load_state_dict(_progress(shared["progress"], branch))',
         "None",
         "tests/trainer/test_checkpoint_mixin.py",
     ),
@@ -827,7 +827,7 @@ MUTANTS = [
     Mutant(
         "a branch waits on with another run's patience",
         "dream_trainer/trainer/state_registry.py",
-        "if not checkpoint.is_own:",
+        "if begins is not None:",
         "if False:",
         "tests/trainer/test_branched_parts.py -k patience",
     ),
@@ -897,8 +897,8 @@ MUTANTS = [
     Mutant(
         "padding batches counted by metrics",
         "dream_trainer/trainer/validation_metrics.py",
-        "self.attributes.update(copied(originals, self.metrics().values()))",
-        "pass",
+        "            states.put_back()\n",
+        "            pass\n",
         "tests/trainer/test_evaluation.py",
     ),
     Mutant(

@@ -30,10 +30,9 @@ from dream_trainer.nested import leaves, map_tensors
 from dream_trainer.parallel.sharding import fsdp_modules
 from dream_trainer.planning.tracker import StepMeasure, Tracker
 from dream_trainer.testing.program import Program, change, overridden
-from dream_trainer.trainer.base import BaseTrainer
+from dream_trainer.trainer.base import BaseTrainer, next_window
 from dream_trainer.trainer.event_table import event_table
 from dream_trainer.trainer.mixins.setup import Build, SetupStage
-from dream_trainer.trainer.prefetcher import next_window
 from dream_trainer.trainer.session import start
 
 

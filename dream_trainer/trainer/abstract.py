@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, cast
 
@@ -54,11 +55,6 @@ def building_instead(subclass: Callable[[type], type]) -> Iterator[None]:
 
 class AbstractTrainer(MixinHooks):
     """The interface of a trainer. Build on `BaseTrainer` or `DreamTrainer`.
-
-    Args:
-        config: The run's configuration.
-        *args: Passed to `super()`.
-        **kwargs: Passed to `super()`.
 
     Raises:
         ConfigError: The config is invalid, or lacks the field of a mixin.
@@ -355,8 +351,7 @@ class AbstractTrainer(MixinHooks):
         close(self._runtime)
 
     def callback_is_due(self, callback: Timed) -> bool:
-        """In `post_train_step`: whether it was time for `callback` before the window just completed, by rank 0's clock;
-        the same on all ranks."""
+        """In `post_train_step`: whether `callback` was due before the window by rank 0's clock; equal on all ranks."""
         return self._runtime.coordinator.callback_is_due(callback)
 
     def warn_once(self, key: str, message: str) -> None:
@@ -438,21 +433,18 @@ class AbstractTrainer(MixinHooks):
         return under_autocast(super()._wrap_step(step), self.config.device_parameters, self.world.device)
 
 
+@dataclass(slots=True, eq=False)
 class AccumulationWindow:
     """The window that runs, or ran last: `trainer.accumulation_window`. Nothing here waits for the device.
 
     Before training is set up there is none: nothing is open, and everything else is None or empty.
     """
 
-    __slots__ = ("_runtime",)
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    _runtime: Runtime
 
     @property
     def is_open(self) -> bool:
-        """Whether a window is running, whose gradients cannot be saved: not a moment to save, to load
-        or to move averages. In `post_train_step` it is over."""
+        """Whether a window is running: no moment to save, load or move averages. In `post_train_step` it is over."""
         return self._runtime.session.is_ready and self._runtime.accumulation.is_open
 
     @property
@@ -462,8 +454,7 @@ class AccumulationWindow:
 
     @property
     def weight(self) -> Tensor | float:
-        """Weight of that micro-batch in logged means: that of `backward`, otherwise its samples on this rank. In
-        `training_step` it may be set, such as to a number of labels if `backward` gets no weight."""
+        """Its weight in logged means: that of `backward`, otherwise its samples here. `training_step` may set it."""
         weight = self._runtime.accumulation.batch_weight
         return self._runtime.window.batch_samples if weight is None else weight
 
@@ -484,8 +475,8 @@ class AccumulationWindow:
 
     @property
     def step_was_skipped(self) -> Tensor | None:
-        """In `post_optimizer_step`: a 0-dim device tensor, nonzero if the step did not change the weights. None if the
-        step is known to have changed them. Listeners can act on the tensor without a host read."""
+        """In `post_optimizer_step`: a 0-dim device tensor, nonzero if the step did not change the weights; None if it
+        is known to have. Listeners can act on the tensor without a host read."""
         return self._runtime.optimizer_step.guard.maybe_skipped if self._runtime.session.is_ready else None
 
     @property

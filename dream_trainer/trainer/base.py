@@ -13,10 +13,12 @@ signal may end a validation, and an exception any phase: a checkpoint says what 
 from __future__ import annotations
 
 import copy
+import math
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, ClassVar, Self, get_type_hints
 
 import torch
@@ -28,11 +30,12 @@ from dream_trainer.checkpoint.model_state import model_buffers, take_shapes
 from dream_trainer.config.parameter_class import is_ours, own_annotations
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.data.feed import on_device
+from dream_trainer.data.sample_count import whole_number
 from dream_trainer.data.stream import Window
 from dream_trainer.distributed.seeds import random_state, set_random_state
 from dream_trainer.distributed.signals import Interrupted, exit_code, is_interactive, may_be_restarted, relayed
 from dream_trainer.distributed.watchdog import Watchdog
-from dream_trainer.errors import ConfigError, HookError, StepError
+from dream_trainer.errors import ConfigError, DataError, HookError, StepError
 from dream_trainer.events.collection import BaseCallback
 from dream_trainer.events.sanity_checks import SanityChecks
 from dream_trainer.modules.precision import deterministic, float32_products
@@ -43,7 +46,6 @@ from dream_trainer.trainer.counters import UnfinishedWork
 from dream_trainer.trainer.data_setup import follow_train_dataloader
 from dream_trainer.trainer.event_table import anyone_listens, describe, listening_callbacks, tell_end
 from dream_trainer.trainer.limits import ending_with_the_epoch
-from dream_trainer.trainer.prefetcher import next_window
 from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.trainer.session import failing_for_all, go_on, leave, start
 from dream_trainer.trainer.step.nonfinite import MovedByForward, RetryWindow
@@ -178,10 +180,7 @@ class BaseTrainer(AbstractTrainer):
         self._runtime.accumulation.backward(loss, weight, model)
 
     def step(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | Sequence[Optimizer],
-        scheduler: Any | Sequence[Any] | None = None,
+        self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], scheduler: Any | Sequence[Any] | None = None
     ) -> Tensor | None:
         """Finishes the window: normalises, clips, applies the non-finite policy, steps, and zeroes the gradients.
 
@@ -251,7 +250,7 @@ class BaseTrainer(AbstractTrainer):
         coordinator.exchange()  # a limit, signal or request may have come before the first step
         if self._is_done():
             if coordinator.ended_by is not None:
-                self._save_if_due(stepped=False, epoch_ended=False, is_last=True, requested=False)
+                self._save_if_due(is_last=True)
                 self._notify("on_interrupt")
             elif not coordinator.stopped:
                 runtime.recorder.nothing_to_train(schedule.reached_limits())
@@ -294,7 +293,7 @@ class BaseTrainer(AbstractTrainer):
             window = next_window(runtime)
             if runtime.coordinator.stopped:
                 self._window_finished(is_last=True)
-                self._save_if_due(stepped=False, epoch_ended=False, is_last=True, requested=False)
+                self._save_if_due(is_last=True)
                 return
             if window is None:  # a pass without a window; two in a row are an error
                 continue
@@ -390,12 +389,14 @@ class BaseTrainer(AbstractTrainer):
         runtime = self._runtime
         state, schedule = runtime.window, runtime.schedule
         state.epoch_ends = schedule.epoch_is_over(is_pass_over=runtime.data.feed.is_pass_over)
-        state.validates = bool(runtime.data.validation) and schedule.validation_is_due(
+        validates = bool(runtime.data.validation) and schedule.validation_is_due(
             stepped=stepped, epoch_ended=state.epoch_ends, by_the_clock=bool(state.flags.validate)
         )
-        schedule.owe(stepped=stepped, epoch_ended=state.epoch_ends, validates=state.validates)
+        schedule.owe(stepped=stepped, epoch_ended=state.epoch_ends, validates=validates)
 
-    def _save_if_due(self, *, stepped: bool, epoch_ended: bool, is_last: bool, requested: bool) -> None:
+    def _save_if_due(
+        self, *, stepped: bool = False, epoch_ended: bool = False, is_last: bool = False, requested: bool = False
+    ) -> None:
         runtime, progress = self._runtime, self._runtime.progress
         # A request that all ranks got in an exchange that ended the run, or that came before the first step.
         requested |= runtime.coordinator.requests.take_save()
@@ -406,19 +407,17 @@ class BaseTrainer(AbstractTrainer):
 
     def _between_windows(self) -> bool:
         """Does the work after the window just counted, and returns whether it was the last of the run."""
-        runtime, progress = self._runtime, self._runtime.progress
-        state = runtime.window
-        is_last = runtime.schedule.limit_is_reached(epochs=progress.current_epoch + state.epoch_ends)
+        owed, stepped = self.progress.owed, self._runtime.accumulation.stepped
+        is_last = self._runtime.schedule.is_last_window()
         self._window_finished(is_last=is_last)
-        stepped = runtime.accumulation.stepped
-        if is_last or state.epoch_ends or state.validates:
-            return self._conclude(UnfinishedWork(stepped, state.epoch_ends, state.validates))
-        self._save_if_due(stepped=stepped, epoch_ended=False, is_last=False, requested=False)
+        if is_last or owed is not None:
+            return self._conclude(owed or UnfinishedWork(stepped, epoch_ended=False, validates=False))
+        self._save_if_due(stepped=stepped)
         return False
 
     def _conclude(self, owed: UnfinishedWork) -> bool:
-        runtime, progress = self._runtime, self._runtime.progress
-        is_last = runtime.schedule.limit_is_reached(epochs=progress.current_epoch + owed.epoch_ended)
+        runtime = self._runtime
+        is_last = runtime.schedule.is_last_window()
         if owed.validates and not self._validate(stepped=owed.stepped, epoch_ended=owed.epoch_ended):
             return True
         if owed.epoch_ended:
@@ -445,7 +444,7 @@ class BaseTrainer(AbstractTrainer):
         coordinator, loaders = runtime.coordinator, runtime.data.validation
         while True:
             try:
-                metrics = validate(runtime, loaders, schedule.validation_batches, coordinator)
+                metrics = validate(runtime, loaders, schedule.validation_batches, hears_signals=True)
                 break
             except Interrupted:
                 for batches in loaders.values():
@@ -454,7 +453,7 @@ class BaseTrainer(AbstractTrainer):
                 coordinator.requests.save_signalled = False
                 if stopped:
                     self._window_finished(is_last=True)
-                self._save_if_due(stepped=False, epoch_ended=False, is_last=stopped, requested=not stopped)
+                self._save_if_due(is_last=stopped, requested=not stopped)
                 if stopped:
                     return False
         schedule.owe(stepped=stepped, epoch_ended=epoch_ended, validates=False)
@@ -477,13 +476,11 @@ class BaseTrainer(AbstractTrainer):
             return
         runtime.state.is_sanity_validation = True
         try:
-            metrics = validate(runtime, loaders, batches, coordinator)
+            metrics = validate(runtime, loaders, batches, hears_signals=True)
             runtime.saver.expect_best_metric(metrics)
             tell_end(runtime, "post_val_epoch", metrics)
         except Interrupted:
-            self._save_if_due(
-                stepped=False, epoch_ended=False, is_last=coordinator.stopped, requested=not coordinator.stopped
-            )
+            self._save_if_due(is_last=coordinator.stopped, requested=not coordinator.stopped)
         finally:
             runtime.state.is_sanity_validation = False
 
@@ -500,6 +497,80 @@ def _several(model: Any, optimizers: Any) -> tuple[Optimizer, ...]:
             "self.step(model, optimizer), or with a list of optimizers."
         )
     return tuple(optimizers)
+
+
+# -- loads the next window while the ranks decide whether to train it, and counts its samples and tokens
+
+
+def next_window(runtime: Runtime) -> Window | None:
+    """The next window, once every rank has its part of it and knows whether to continue."""
+    state, coordinator, feed = runtime.window, runtime.coordinator, runtime.data.feed
+    coordinator.signals.wait_for_data(feed.fetch, partial(_save_while_waiting, runtime))
+    if coordinator.stopped:
+        return None
+    samples, tokens = _count(runtime, feed.window)
+    while True:
+        flags = state.flags = coordinator.exchange(samples=samples, tokens=tokens, short=feed.is_short)
+        if coordinator.stopped:
+            return None
+        if flags.save:
+            _save(runtime)
+        if not flags.waiting:
+            break
+    state.samples, state.tokens = flags.samples, flags.tokens
+    if flags.short:
+        feed.agree()
+        counts = torch.tensor(_count(runtime, feed.window))
+        state.samples, state.tokens = runtime.world.all_reduce(counts).tolist()
+    window = feed.take()
+    if window is not None and window.samples is not None:
+        state.samples = window.samples
+    return window
+
+
+def _save_while_waiting(runtime: Runtime) -> bool:
+    """Answers a signal that asks for a save during the wait for data; returns whether to keep waiting."""
+    flags = runtime.coordinator.exchange(waiting=True)
+    if flags.save and not runtime.coordinator.stopped:
+        _save(runtime)
+    return not runtime.coordinator.stopped
+
+
+def _save(runtime: Runtime) -> None:
+    runtime.coordinator.requests.take_save()
+    runtime.saver.save_if_due(step=None, epoch=None, is_last=False, requested=True)
+
+
+def _count(runtime: Runtime, window: Window | None) -> tuple[int, int]:
+    count = runtime.data.count
+    if window is None:
+        sizes: list[int] = []
+    elif count.own is not None:  # as the user counts them
+        sizes = [count(batch) for batch in window.batches]
+    else:
+        assert window.sizes is not None  # a trainer's stream counts
+        sizes = window.sizes
+    runtime.window.sizes = sizes
+    if not runtime.world.counts_samples:
+        return 0, 0
+    is_known = window is not None and window.samples is not None  # of all ranks
+    return 0 if is_known else sum(sizes), _tokens(runtime, window)
+
+
+def _tokens(runtime: Runtime, window: Window | None) -> int:
+    """Tokens of a window on this rank; 0 where its batches do not tell."""
+    total, hooks = 0, runtime.hooks
+    for batch in () if window is None else window.batches:
+        tokens = hooks.batch_tokens(batch)
+        if tokens is not None:
+            total += whole_number(tokens, f"{type(hooks).__name__}.batch_tokens", batch)
+        elif runtime.schedule.max_tokens < math.inf:
+            raise DataError(
+                f"max_tokens={runtime.schedule.max_tokens}, and batch_tokens gives None for a batch of type "
+                f"{type(batch).__name__}: it has no documents, attention_mask or labels on the host. Override "
+                "batch_tokens(batch) in your trainer."
+            )
+    return total
 
 
 def exit_status(runtime: Runtime) -> int:
@@ -582,9 +653,6 @@ def keeping_state(runtime: Runtime) -> Iterator[None]:
                 if name in former:
                     tensor.detach().copy_(former[name])
     for callback, state in zip(callbacks, of_callbacks, strict=True):
-        if state:
-            callback.load_state_dict(state)
-    if shared:
-        hooks.load_state_dict(shared)
-    if of_rank:
-        hooks.load_rank_state_dict(of_rank)
+        callback.load_state_dict(state)
+    hooks.load_state_dict(shared)
+    hooks.load_rank_state_dict(of_rank)

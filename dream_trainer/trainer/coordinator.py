@@ -46,7 +46,8 @@ class Coordinator:
 
     def begin_training(self) -> None:
         """`fit` was called: forgets why an earlier call ended."""
-        self.trains, self.stopped, self.ended_by = True, False, None
+        self.trains, self.stopped = True, False
+        self.stopped_because = self.ended_by = None
         self.requests.forget_signals()
 
     def callback_is_due(self, callback: Timed) -> bool:
@@ -101,27 +102,18 @@ class Coordinator:
             if (orders[..., 0] != orders[:, :1, 0]).any() or (orders[..., 1] != orders[0, 0, 1]).any():
                 refuse_unlike_order(world, self._progress.global_step)
 
-    def go_on(self, *, has_batch: bool) -> bool:
+    def go_on(self, *, has_batch: bool, hears_signals: bool) -> bool:
         """In a validation, once each rank has its batch: whether some rank has one."""
-        asked = self.requests
-        flags = self.count_batches(
-            Flags(
-                terminate=asked.terminated,
-                interrupt=asked.interrupted,
-                save=asked.save_signalled,
-                short=not has_batch,
-            )
-        )
+        asked, flags = self.requests, Flags(short=not has_batch)
+        if hears_signals:
+            flags = flags._replace(terminate=asked.terminated, interrupt=asked.interrupted, save=asked.save_signalled)
+        self.exchanges += 1
+        flags = exchange(self._world, flags)
         if flags.terminate or flags.interrupt:
             self._stop(flags)
         if flags.terminate or flags.interrupt or flags.save:
             raise Interrupted
         return flags.short < self._world.world_size
-
-    def count_batches(self, local_flags: Flags) -> Flags:
-        """Exchanges only whether there are batches, and no signals."""
-        self.exchanges += 1
-        return exchange(self._world, local_flags)
 
     def _stop(self, flags: Flags) -> None:
         if not self.stopped:
@@ -137,14 +129,12 @@ def refuse_unlike_order(world: World, step: int) -> NoReturn:
     """Raises StepError; all ranks call it, once they know."""
     if world.stages > 1:
         raise StepError(
-            f"by step {step} the stages have called step() for other optimizers than each other, or in another order, "
-            "so that norms were mixed up; no checkpoint has that. Call it for the same optimizers on every rank, in "
-            "the same order; where a stage has nothing of one, that has an empty group. Or the ranks of a stage have "
-            "run its sharded blocks in different orders: run the same on each."
+            f"by step {step} the stages have called step() for other optimizers than each other, or in another "
+            "order; no checkpoint has that. Call it for the same ones on every rank, in one order, also where a stage "
+            "has nothing of one. Or ranks have run a stage's sharded blocks in different orders: run the same on each."
         )
     raise StepError(
         f"by step {step} the ranks have run blocks of a sharded model in different orders, or backward through "
-        "different ones. Their gathers and reductions were mixed up; no checkpoint has that. Run the same blocks on "
-        "every rank, in the same order, and let the loss depend on each (add 0 * output.sum() of unwanted ones), or "
-        "keep the model whole on each rank (dp_shard=1)."
+        "different ones; no checkpoint has that. Run the same on every rank, in one order, and let the loss depend "
+        "on each (add 0 * output.sum() of unwanted ones), or keep the model whole on each rank (dp_shard=1)."
     )

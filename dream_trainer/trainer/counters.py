@@ -112,7 +112,6 @@ class WindowState:
     gradients_sync: bool = True  # whether the next backward reduces gradients over ranks
     first_batch_idx: int = 0  # number of its first batch in the epoch
     epoch_ends: bool = False  # whether the epoch ends with it
-    validates: bool = False  # whether a validation follows it
     local_batches: int = 0  # training batches processed since this process started
     validation_seconds: float = 0.0  # of validations and predictions between this process's windows
 
@@ -151,8 +150,10 @@ class Schedule:
 
     # -- limits
 
-    def limit_is_reached(self, *, epochs: int) -> bool:
+    def is_last_window(self) -> bool:
+        """Whether a limit is reached with the window just completed, its epoch's end included."""
         progress = self._progress
+        epochs = progress.current_epoch + bool(progress.owed and progress.owed.epoch_ended)
         return (
             epochs >= self._max_epochs
             or progress.global_step >= self.max_steps
@@ -160,14 +161,9 @@ class Schedule:
             or progress.tokens_seen >= self.max_tokens
         )
 
-    def is_last_window(self) -> bool:
-        """Whether a limit is reached with the window just completed, its epoch's end included."""
-        progress = self._progress
-        return self.limit_is_reached(epochs=progress.current_epoch + bool(progress.owed and progress.owed.epoch_ended))
-
     def is_finished(self) -> bool:
         """Whether a limit is reached, and nothing is owed."""
-        return self._progress.owed is None and self.limit_is_reached(epochs=self._progress.current_epoch)
+        return self._progress.owed is None and self.is_last_window()
 
     def epoch_is_over(self, *, is_pass_over: bool) -> bool:
         """Whether the window just counted ends its epoch; `is_pass_over` if it was the last of a pass over the data."""

@@ -47,11 +47,8 @@ def connect_data(runtime: Runtime) -> None:
     expected = (None, parameters.train_batch_size)
     is_set = parameters.train_batch_size != TrainingParameters.train_batch_size
     if is_set and batch_size not in expected and parameters.global_batch_size is None:
-        runtime.warn_once(
-            "batch_size",
-            f"the training loader's batch size {batch_size} counts, not "
-            f"train_batch_size={parameters.train_batch_size}.",
-        )
+        unused = f"train_batch_size={parameters.train_batch_size}"
+        runtime.warn_once("batch_size", f"the training loader's batch size {batch_size} counts, not {unused}.")
     own_count = None if type(runtime.hooks).batch_size is Hooks.batch_size else runtime.hooks.batch_size
     runtime.data.count = SampleCount(own_count, partial(runtime.warn_once, "samples of a batch"))
     _open_stream(runtime)
@@ -140,11 +137,8 @@ def global_batch_size(runtime: Runtime) -> int | None:
 
 def steps_in_epoch(parameters: TrainingParameters, steps_per_pass: int | None) -> int | None:
     """Optimizer steps of one epoch; None where only the end of the data tells."""
-    if parameters.fast_dev_run:
-        return 1
-    if parameters.train_steps_per_epoch is not None:
-        return parameters.train_steps_per_epoch
-    return steps_per_pass
+    configured = 1 if parameters.fast_dev_run else parameters.train_steps_per_epoch
+    return steps_per_pass if configured is None else configured
 
 
 def planned_steps(parameters: TrainingParameters, steps_per_pass: int | None, batch: int | None) -> int | None:
@@ -185,8 +179,7 @@ def refuse_one_order_for_both(runtime: Runtime) -> None:
         if order is not None and any(order is other for other in training):
             raise DataError(
                 f"the training loader and the validation loader{name and f' {name!r}'} read the same "
-                f"{type(order).__name__}, which has one place: validation would begin it again in the middle of "
-                "training. Make one for each."
+                f"{type(order).__name__}, which validation would begin again. Make one for each."
             )
 
 

@@ -1,7 +1,4 @@
-"""The trainer's events, the table of who really listens to each, and `describe()`.
-
-The table is built once, from the methods that override the documented no-ops, each heard once.
-"""
+"""The trainer's events, the table of who really listens to each, and `describe()`."""
 
 from __future__ import annotations
 
@@ -108,8 +105,15 @@ def event_table(runtime: Runtime, *, is_main: bool) -> Mapping[str, tuple[Listen
     return table
 
 
-def describe_events(runtime: Runtime) -> str:
-    """A Markdown table of the events with listeners: each listener, the order, and the ranks."""
+# -- `describe()`: the setup order with its reasons, the listeners of each event, and the mesh
+
+
+def describe(runtime: Runtime) -> str:
+    """Markdown of the trainer's setup order and event table; works before launch."""
+    cls = type(runtime.hooks).__name__
+    stages = runtime.hooks._setup_stages() or [("setup", f"{cls} sets itself up")]
+    lines = [f"# {cls}", "", "## Setup order", "", "| # | Stage | Why here |", "| --- | --- | --- |"]
+    lines += [f"| {number} | {stage} | {reason} |" for number, (stage, reason) in enumerate(stages, start=1)]
     rows = ["| Event | Listener | Order | Ranks |", "| --- | --- | --- | --- |"]
     for event in EVENTS:
         name = event
@@ -122,19 +126,7 @@ def describe_events(runtime: Runtime) -> str:
             name = ""
     if len(rows) == 2:
         rows.append("| (no event has a listener) | | | |")
-    return "\n".join(rows)
-
-
-# -- `describe()`: the setup order with its reasons, the listeners of each event, and the mesh
-
-
-def describe(runtime: Runtime) -> str:
-    """Markdown of the trainer's setup order and event table; works before launch."""
-    name = type(runtime.hooks).__name__
-    stages = runtime.hooks._setup_stages() or [("setup", f"{name} sets itself up")]
-    lines = [f"# {name}", "", "## Setup order", "", "| # | Stage | Why here |", "| --- | --- | --- |"]
-    lines += [f"| {number} | {stage} | {reason} |" for number, (stage, reason) in enumerate(stages, start=1)]
-    lines += ["", "## Events", "", describe_events(runtime)]
+    lines += ["", "## Events", "", *rows]
     mesh = mesh_lines(runtime)
     if mesh:
         lines += ["", "## Mesh", "", *mesh]

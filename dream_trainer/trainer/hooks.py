@@ -1,7 +1,4 @@
-"""Hooks: the methods that users write, each declared once as a documented no-op or default.
-
-Mixins define their own defaults for some hooks; a user's method always wins.
-"""
+"""Hooks: the methods that users write, each declared once as a documented no-op or default."""
 
 from __future__ import annotations
 
@@ -433,11 +430,7 @@ class MixinHooks(Hooks):
             self._records.current.add(name, value, weight, reduce)
 
     def log_dict(
-        self,
-        values: Mapping[str, Any],
-        *,
-        weight: Tensor | float | None = None,
-        reduce: Reduction = "mean",
+        self, values: Mapping[str, Any], *, weight: Tensor | float | None = None, reduce: Reduction = "mean"
     ) -> None:
         """Logs several values, nested dicts under `outer/inner`, as `log` does with a dict."""
         for name, value in values.items():
@@ -448,14 +441,7 @@ class MixinHooks(Hooks):
                 self.log(name, value, weight=weight, reduce=reduce)
 
     def log_image(self, name: str, image: Any, caption: str | None = None) -> None:
-        """Logs an image; `log_images` has the rules.
-
-        Args:
-            name: As the loggers will show it.
-            image: A Pillow image, or a tensor or array `[channels, height, width]` of 1, 3 or 4 channels, or
-                `[height, width]`. Any device. Floating point from 0 to 1, uint8 from 0 to 255, or bool.
-            caption: Text for the image, if the logger can show it.
-        """
+        """Logs an image, as `log_images` does."""
         self.log_images(name, [image], [caption])
 
     def log_images(self, name: str, images: Iterable[Any], captions: Sequence[str | None] | None = None) -> None:
@@ -466,7 +452,7 @@ class MixinHooks(Hooks):
         DTensor is gathered, so all ranks of its mesh must log it; of other tensors only rank 0's count.
 
         Args:
-            name: As the loggers will show it.
+            name: As the loggers will show it, here as in the other methods for media.
             images: Pillow images, or tensors or arrays `[channels, height, width]` of 1, 3 or 4 channels, or
                 `[height, width]`. Any device. Floating point from 0 to 1 (values beyond are clamped, with one
                 warning; NaN is 0), uint8 from 0 to 255, or bool (True is white). Other integers raise an error.
@@ -474,8 +460,8 @@ class MixinHooks(Hooks):
 
         Raises:
             RuntimeError: A DTensor is logged where only rank 0 runs, as in a main_process_only callback.
-            ValueError: A shape is not that of an image, or there are more or fewer captions than images.
-            TypeError: An image is not a tensor or array, or of another dtype.
+            ValueError: A shape or number of things does not fit: of images, captions, columns, bins, frames, samples.
+            TypeError: An image is not a tensor or array, or of another dtype; the same of the other media.
         """
         if media := self._media_log("log_images"):
             media.images(name, images, captions)
@@ -486,16 +472,11 @@ class MixinHooks(Hooks):
         """Logs images as a grid in a single image, as `log_images` does.
 
         Args:
-            name: As the loggers will show it.
             images: `[n, channels, height, width]`, or single ones as in `log_images`. Smaller ones lie in the upper
-                left of their cells; grey ones become colour in a grid with colour images.
+                left of their cells; grey ones become colour in a grid with colour images. All have an alpha channel,
+                or none has.
             columns: Images per row; None makes the grid as near to a square as `n` allows.
             caption: Text for the grid, if the logger can show it.
-
-        Raises:
-            ValueError: A shape is not that of an image, some have an alpha channel and some do not, or there is no
-                column.
-            TypeError: An image is not a tensor or array, or of another dtype.
         """
         if media := self._media_log("log_image_grid"):
             media.image_grid(name, images, columns, caption)
@@ -504,12 +485,8 @@ class MixinHooks(Hooks):
         """Logs a video, as `log_images` does.
 
         Args:
-            name: As the loggers will show it.
             frames: `[time, channels, height, width]`, with values as of images.
             fps: Frames per second.
-
-        Raises:
-            ValueError: The shape is not that of a video, or `fps` is not positive.
         """
         if media := self._media_log("log_video"):
             media.video(name, frames, fps)
@@ -518,44 +495,25 @@ class MixinHooks(Hooks):
         """Logs sound, as `log_images` does.
 
         Args:
-            name: As the loggers will show it.
             samples: `[samples]` or `[channels, samples]` of 1 or 2 channels, floating point from -1 to 1.
             sample_rate: Samples per second.
-
-        Raises:
-            ValueError: The shape is not that of a sound.
-            TypeError: The samples are not floating point.
         """
         if media := self._media_log("log_audio"):
             media.audio(name, samples, sample_rate)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-        """Logs rows under named columns, as `log_images` does; cells are numbers, strings, or shown by `str`.
-
-        Raises:
-            ValueError: A row has more or fewer cells than there are columns.
-            TypeError: The columns are a string, or the rows or one of them are not a sequence.
-        """
+        """Logs rows under named columns, as `log_images` does; cells are numbers, strings, or shown by `str`."""
         if media := self._media_log("log_table"):
             media.table(name, columns, rows)
 
     def log_histogram(self, name: str, values: Any, bins: int = 64) -> None:
-        """Logs how the finite elements of a tensor of any shape are distributed, as `log_images` does.
-
-        They are counted on their device, in `bins` bins of one width from the lowest to the highest.
-
-        Raises:
-            ValueError: There is no bin.
-        """
+        """Logs how the finite elements of a tensor of any shape are distributed, as `log_images` does; counted on their
+        device, in `bins` bins of one width from the lowest to the highest."""
         if media := self._media_log("log_histogram"):
             media.histogram(name, values, bins)
 
     def log_text(self, name: str, text: str) -> None:
-        """Logs text, as Markdown where it can be shown; with the step, as `log_images` does.
-
-        Raises:
-            TypeError: It is not a string.
-        """
+        """Logs text, as Markdown where it can be shown; with the step, as `log_images` does."""
         if media := self._media_log("log_text"):
             media.text(name, text)
 

@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 from dream_trainer.config.checkpoint_parameters import ALL_KEPT
 from dream_trainer.config.trainer_config import change_training_parameters
 from dream_trainer.distributed.ranks import refuse_differences
-from dream_trainer.errors import HookError, StepError
+from dream_trainer.errors import StepError
 from dream_trainer.optim.learning_rates import set_token_origin
 from dream_trainer.screen import logger
 from dream_trainer.trainer.data_setup import global_batch_size, planned_steps
@@ -68,20 +68,10 @@ def _build_schedulers_again(runtime: Runtime, *, before: str) -> None:
     rates = runtime.rates
     states = {name: scheduler.state_dict() for name, scheduler in runtime.registry.schedulers().items()}
     shared: dict[str, Any] = {**rates.state(), "schedulers": states}
-    optimizers = list(runtime.registry.optimizers().values())
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    groups = [group for optimizer in runtime.registry.optimizers().values() for group in optimizer.param_groups]
     options = [{key: copied(value) for key, value in group.items() if key != "params"} for group in groups]
-    for group, base in zip(groups, [rate for one in optimizers for rate in rates.base_rates(one)], strict=True):
-        group.pop("initial_lr", None)
-        set_rate(group, base)
-    runtime.hooks.configure_schedulers()
+    rates.build_again()
     schedulers = runtime.registry.schedulers()
-    if schedulers.keys() != states.keys():
-        raise HookError(
-            f"configure_schedulers was called again for total_steps={runtime.state.total_steps} and left the "
-            f"schedulers {sorted(schedulers)}, not {sorted(states)}. Let it assign the same names each time."
-        )
-    rates.note_built()
     if runtime.world.is_main:
         logger.warning(
             "the run has total_steps=%s and max_tokens=%s instead of %s: its schedules (%s) were rebuilt for that, and "

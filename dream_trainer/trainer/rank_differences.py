@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.nn as nn
 from torch import Tensor
@@ -16,6 +16,8 @@ from dream_trainer.data.probe import Summary, differing, probed
 from dream_trainer.distributed.ranks import Ranks, plain_facts, refuse, refuse_differences, told_differences
 from dream_trainer.errors import RanksDifferError
 from dream_trainer.trainer.runtime import Runtime
+
+T = TypeVar("T")
 
 _MAY_DIFFER = frozenset(
     "device start_timeout_seconds step_timeout_seconds hang_timeout_seconds host_timeout_seconds directory init_from "
@@ -74,9 +76,10 @@ def agree_on_data(runtime: Runtime) -> int | None:
     assert stream is not None  # connect_data has just set it
     if world.world_size == 1:
         return stream.steps_per_epoch
-    readers = {_called("training", name): part.reader for name, part in stream.parts.items()} | {
-        _called("validation", name): batches.reader for name, batches in runtime.data.validation.items()
-    }
+    readers = _by_kind(
+        {name: part.reader for name, part in stream.parts.items()},
+        {name: batches.reader for name, batches in runtime.data.validation.items()},
+    )
     known = {name: reader for name, reader in readers.items() if reader is not None}
     data_of_ranks = world.all_gather_object((_data_facts(runtime, readers), stream.steps_per_epoch, probed(known)))
     refuse(
@@ -89,16 +92,15 @@ def agree_on_data(runtime: Runtime) -> int | None:
     return None if None in steps else min(steps)
 
 
-def _called(kind: str, name: str) -> str:
-    return f"{kind} {name!r}" if name else kind
+def _by_kind(training: Mapping[str, T], validation: Mapping[str, T]) -> dict[str, T]:
+    kinds = {"training": training, "validation": validation}
+    return {f"{kind} {name!r}" if name else kind: one for kind, named in kinds.items() for name, one in named.items()}
 
 
 def _data_facts(runtime: Runtime, readers: Mapping[str, ShardReader | None]) -> dict[str, str]:
     stream = runtime.data.stream
     assert stream is not None  # as above
-    loaders = {
-        _called("training", name): loader for name, loader in training_loaders(runtime.state.train_dataloader).items()
-    } | {_called("validation", name): loader for name, loader in runtime.state.val_dataloaders.items()}
+    loaders = _by_kind(training_loaders(runtime.state.train_dataloader), runtime.state.val_dataloaders)
     facts: dict[str, Any] = {
         "training loaders": ", ".join(map(repr, stream.parts)),
         "validation loaders": ", ".join(map(repr, runtime.state.val_dataloaders)) or "none",
@@ -136,10 +138,9 @@ def _refuse_other_samples(
             dataset, (part, rank) = reader.loader.dataset, next(iter(steady.items()))
             raise RanksDifferError(
                 f"sample {index and len(dataset) - 1} of the dataset of {name} ({type(dataset).__name__}) is another "
-                f"one on rank {rank} than on rank 0 (in {part}). The trainer deals one dataset to all ranks, so one "
-                "that is split or shuffled by rank already would be dealt twice. Give every rank the whole dataset in "
-                "the same order, or wrap a loader over this rank's part in PerRankLoader. Random augmentation belongs "
-                "on the global generators, which are seeded for each sample."
+                f"one on rank {rank} than on rank 0 (in {part}). The trainer deals one dataset to all ranks: give each "
+                "the whole of it in the same order, or wrap a loader over this rank's part in PerRankLoader. Draw "
+                "augmentation from the global generators, which are seeded for each sample."
             )
 
 
@@ -199,10 +200,9 @@ def warn_of_different_buffers(runtime: Runtime) -> None:
     if names:
         runtime.warn_once(
             _DIFFERENT_BUFFERS,
-            f"buffers differ between data-parallel ranks: {listed(names, 10)}. Each rank validates with its "
-            "own, and checkpoints and exports have rank 0's under these names. Choose how ranks join them in "
-            f'buffer_policies(), such as {{"{names[0]}": "mean"}} for running averages, "rank 0" for queues and '
-            'integers, or "as is" to leave them.',
+            f"buffers differ between data-parallel ranks: {listed(names, 10)}. Each rank validates with its own, and "
+            f'rank 0\'s are saved. Choose how ranks join them in buffer_policies(), such as {{"{names[0]}": "mean"}} '
+            'for running averages, "rank 0" for queues and integers, or "as is".',
         )
 
 

@@ -1,7 +1,4 @@
-"""Registry: the models, optimizers and so on of a trainer, which are its attributes by type, in order of assignment.
-
-It reads the attributes when asked; `__setattr__` registers nothing.
-"""
+"""Registry: the models, optimizers and so on of a trainer, which are its attributes by type, in order of assignment."""
 
 from __future__ import annotations
 
@@ -84,19 +81,17 @@ class Registry:
                 if id(parameter) not in known:
                     raise HookError(
                         f"self.{name} updates a parameter of shape {tuple(parameter.shape)} that belongs to no model "
-                        "of the trainer: it would be neither equal on all ranks nor saved. Make it a parameter of a "
-                        "module that configure_models() assigns to self, and collect parameters in "
-                        "configure_optimizers(): before, they are not yet the trained ones."
+                        "of the trainer. Put it into a module that configure_models() assigns to self, and collect "
+                        "parameters in configure_optimizers(): before, they are not yet the trained ones."
                     )
 
     def _candidates(self) -> Iterator[tuple[str, nn.Module]]:
         for name, value in self._public_attributes():
             if is_metric(value):
                 continue
-            if isinstance(value, nn.ModuleList):
-                yield from ((f"{name}.{index}", child) for index, child in enumerate(value) if not is_metric(child))
-            elif isinstance(value, nn.ModuleDict):
-                yield from ((f"{name}.{key}", child) for key, child in value.items() if not is_metric(child))
+            if isinstance(value, nn.ModuleList | nn.ModuleDict):
+                children = value.items() if isinstance(value, nn.ModuleDict) else enumerate(value)
+                yield from ((f"{name}.{key}", child) for key, child in children if not is_metric(child))
             elif isinstance(value, nn.Module):
                 yield name, value
             elif isinstance(value, list | tuple | set | dict):

@@ -15,7 +15,6 @@ from dream_trainer.checkpoint.manifest import (
     finished_directories,
     list_checkpoints,
     newest_checkpoint,
-    read_manifest,
     verify_checkpoint,
 )
 from dream_trainer.config.checkpoint_parameters import ALL_KEPT, BranchParameters, CheckpointParameters
@@ -40,17 +39,17 @@ def resume(root: Path, parameters: CheckpointParameters, world: Ranks, load: Loa
     """
     if world.is_main:
         recover_replaced(root)
-    asked = parameters.resume
+    asked, branch = parameters.resume, parameters.branch
     newest = world.broadcast_object(newest_checkpoint(root) if world.is_main else None)
+    path: Path | None = None  # None is the run's newest
     if isinstance(asked, str) and asked not in ("auto", "latest", "best"):
-        return _branch(asked, root, parameters.branch, newest, world, load, nearer)
-    parent = newest.parent if newest else None
-    if parameters.branch != ALL_KEPT and parent is None:
+        path = _begin_of_branch(asked, root, branch, newest, world)
+    elif branch != ALL_KEPT and (newest is None or newest.parent is None):
         raise ConfigError(
-            f"branch={parameters.branch} says what to take over from another run's checkpoint, and resume={asked!r} "
-            "is not the path of one. Set resume=<its path>."
+            f"branch={branch} says what to take over from another run's checkpoint, and resume={asked!r} is not the "
+            "path of one. Set resume=<its path>."
         )
-    if asked is None:
+    elif asked is None:
         count = world.broadcast_object(len(finished_directories(root)) if world.is_main else 0)
         if count:
             raise ConfigError(
@@ -58,63 +57,12 @@ def resume(root: Path, parameters: CheckpointParameters, world: Ranks, load: Loa
                 'Use another experiment name, resume="auto", or move them away.'
             )
         return False
-    if asked in ("auto", "latest"):
-        return _load_newest(root, newest, world, load, nearer, is_required=asked == "latest")
-    if asked == "best":
-        path = _chosen(root, world, lambda checkpoints: _path_of_best(checkpoints, root, parameters))
-    else:
-        path = from_main_rank(world, "choose what to resume", lambda: find_checkpoint(root, int(asked)))
-    load(verify_checkpoint(path, world=world, shards=False), ALL_KEPT)
-    return True
-
-
-def _branch(
-    asked: str, root: Path, branch: BranchParameters, newest: Manifest | None, world: Ranks, load: Load, nearer: Nearer
-) -> bool:
-    """Begins from the checkpoint at a path; a run that already began there resumes from its own newest."""
-    place = absolute(as_path(asked))
-    parent = newest.parent if newest else None
-    if parent is not None and world.broadcast_object(began_at(parent, place) if world.is_main else None):
-        if parent["words"] != vars(branch):
-            raise ConfigError(
-                f"this run began from {parent['checkpoint']} with {parent['words']}, and branch is {vars(branch)} now. "
-                "Use another experiment name."
-            )
-        return _load_newest(root, newest, world, load, nearer, is_required=True)
-    if not world.broadcast_object(place.exists()):
-        raise CheckpointError(
-            f'resume={asked!r} is neither "auto", "latest", "best" nor a step, and there is no such path.'
-        )
-    path = (
-        _chosen(place / "checkpoints", world, lambda found: _newest(found).path)
-        if (place / "checkpoints").is_dir()
-        else place
-    )
-    is_own = path.parent.resolve() == root.resolve()
-    if newest is not None and not is_own:
-        raise ConfigError(
-            f"resume={asked!r} is another run's, and {root} has checkpoints up to step {newest.step}, and began "
-            f"{'from ' + parent['checkpoint'] if parent else 'at step 0'}. Use another experiment name, or "
-            'resume="auto" to continue this one.'
-        )
-    if branch != ALL_KEPT and is_own:
-        raise ConfigError(
-            f"branch={branch} is for a run that begins from another one's checkpoint, and {path} is this run's own. "
-            "Use another experiment name."
-        )
-    load(verify_checkpoint(path, world=world, shards=False), branch)
-    return True
-
-
-def _newest(checkpoints: list[Manifest]) -> Manifest:
-    if not checkpoints:
-        raise CheckpointError("the run that resume names has no whole checkpoint.")
-    return checkpoints[-1]
-
-
-def _load_newest(
-    root: Path, newest: Manifest | None, world: Ranks, load: Load, nearer: Nearer, *, is_required: bool
-) -> bool:
+    elif asked not in ("auto", "latest"):
+        branch = ALL_KEPT
+        path = from_main_rank(world, "choose what to resume", lambda: _asked_for(asked, root, parameters))
+    if path is not None:
+        load(verify_checkpoint(path, world=world, shards=False), branch)
+        return True
     if newest is not None and nearer(newest):
         return True
     candidates = world.broadcast_object(finished_directories(root) if world.is_main else [])
@@ -131,17 +79,53 @@ def _load_newest(
             f"none of the {len(candidates)} checkpoints in {root} is whole; the warnings before say what is wrong with "
             "each. Move them away to start from step 0, or give another run's checkpoint as resume=path."
         )
-    if is_required:
+    if asked != "auto":
         raise CheckpointError(f'resume="latest", but {root} has no checkpoint. Use "auto" to start one.')
     return False
 
 
-def _chosen(root: Path, world: Ranks, choose: Callable[[list[Manifest]], Path]) -> Path:
-    return from_main_rank(world, "choose what to resume", lambda: choose(list_checkpoints(root)))
+def _begin_of_branch(
+    asked: str, root: Path, branch: BranchParameters, newest: Manifest | None, world: Ranks
+) -> Path | None:
+    """The checkpoint at a path to begin from; None for a run that has begun there already, and has its own newest."""
+    place = absolute(as_path(asked))
+    parent = newest.parent if newest else None
+    if parent and world.broadcast_object(as_path(parent["checkpoint"]).resolve().is_relative_to(place.resolve())):
+        if parent["words"] != vars(branch):
+            raise ConfigError(
+                f"this run began from {parent['checkpoint']} with {parent['words']}, and branch is {vars(branch)} now. "
+                "Use another experiment name."
+            )
+        return None
+    if not world.broadcast_object(place.exists()):
+        raise CheckpointError(
+            f'resume={asked!r} is neither "auto", "latest", "best" nor a step, and there is no such path.'
+        )
+    path = place
+    if (place / "checkpoints").is_dir():
+        found = from_main_rank(world, "choose what to resume", lambda: newest_checkpoint(place / "checkpoints"))
+        if found is None:
+            raise CheckpointError("the run that resume names has no whole checkpoint.")
+        path = found.path
+    is_own = path.parent.resolve() == root.resolve()
+    if newest is not None and not is_own:
+        raise ConfigError(
+            f"resume={asked!r} is another run's, and {root} has checkpoints up to step {newest.step}, and began "
+            f"{'from ' + parent['checkpoint'] if parent else 'at step 0'}. Use another experiment name, or "
+            'resume="auto" to continue this one.'
+        )
+    if branch != ALL_KEPT and is_own:
+        raise ConfigError(
+            f"branch={branch} is for a run that begins from another one's checkpoint, and {path} is this run's own. "
+            "Use another experiment name."
+        )
+    return path
 
 
-def _path_of_best(checkpoints: list[Manifest], root: Path, parameters: CheckpointParameters) -> Path:
-    metric = parameters.best_metric or ""
+def _asked_for(asked: int | str, root: Path, parameters: CheckpointParameters) -> Path:
+    if asked != "best":
+        return find_checkpoint(root, int(asked))
+    metric, checkpoints = parameters.best_metric or "", list_checkpoints(root)
     best = best_checkpoint(checkpoints, metric, parameters.known_best_mode())
     if best is None:
         raise CheckpointError(
@@ -149,26 +133,6 @@ def _path_of_best(checkpoints: list[Manifest], root: Path, parameters: Checkpoin
             "A checkpoint has the metrics of a validation at its own step."
         )
     return best.path
-
-
-def run_name(manifest: Manifest) -> str:
-    """Project, group and experiment of the run that wrote a checkpoint, wherever it lies now."""
-    return "/".join(str(manifest.config.get(name)) for name in ("project", "group", "experiment"))
-
-
-def began_at(parent: dict[str, Any], place: Path) -> bool:
-    """Whether a path names the checkpoint that a run began from, or the run of it: by place, or moved since."""
-    if as_path(parent["checkpoint"]).resolve().is_relative_to(place.resolve()):
-        return True
-    try:
-        if is_run := (place / "checkpoints").is_dir():
-            found = list_checkpoints(place / "checkpoints")[-1]
-        else:
-            found = read_manifest(place)
-    except (CheckpointError, IndexError):
-        return False
-    # A branch of before this name was kept has none.
-    return parent.get("run") == run_name(found) and (is_run or parent["step"] == found.step)
 
 
 # Fields that say where files lie and how this start begins: no difference between the runs.

@@ -6,8 +6,8 @@ A LambdaLR follows this config. Every other scheduler loads its whole state, arg
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, repeat
 from typing import Any
 
@@ -19,7 +19,8 @@ from dream_trainer.checkpoint import typed_json
 from dream_trainer.compat.pytorch import inner_schedulers
 from dream_trainer.config.checkpoint_parameters import BranchParameters
 from dream_trainer.config.parameter_class import is_ours
-from dream_trainer.errors import CheckpointError, ConfigError
+from dream_trainer.config.serialize import difference
+from dream_trainer.errors import CheckpointError, ConfigError, HookError
 from dream_trainer.optim.learning_rates import set_token_origin, token_origins
 from dream_trainer.trainer.registry import Scheduler
 
@@ -32,22 +33,20 @@ ANOTHER_RUN = (
 Options = list[dict[str, Any]]  # numbers of each parameter group, such as its learning rate and weight decay
 
 # Options that depend on the machine, and `initial_lr`, which is compared as `lr`.
-_PARAMETERS = ("params", "param_names")
-_NOT_COMPARED = (*_PARAMETERS, "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize")
+_NOT_COMPARED = "params param_names initial_lr foreach fused capturable differentiable maximize".split()
 
 
+@dataclass(eq=False, repr=False)
 class ResumedRates:
     """Options and schedules as this config builds them, and as a checkpoint changes them."""
 
-    def __init__(
-        self, optimizers: Callable[[], Mapping[str, Optimizer]], schedulers: Callable[[], Mapping[str, Scheduler]]
-    ) -> None:
-        self._optimizers, self._schedulers = optimizers, schedulers
-        self._configured: dict[Optimizer, Options] = {}
-        self._of_checkpoint: dict[Optimizer, Options] = {}
-        self._scheduled: dict[Optimizer, Options] = {}  # as schedulers leave the groups before the first step
-        self._built: dict[Scheduler, dict[str, Any]] = {}  # state before the first step
-        self._caps: dict[Scheduler, list[float]] = {}
+    _optimizers: Callable[[], Mapping[str, Optimizer]]
+    _schedulers: Callable[[], Mapping[str, Scheduler]]
+    _configure: Callable[[], None]  # which assigns the schedulers
+    _configured: dict[Optimizer, Options] = field(default_factory=dict)
+    _of_checkpoint: dict[Optimizer, Options] = field(default_factory=dict)
+    _built: dict[Scheduler, dict[str, Any]] = field(default_factory=dict)  # state before the first step
+    _caps: dict[Scheduler, list[float]] = field(default_factory=dict)
 
     def note_options(self) -> None:
         """Notes the options that `configure_optimizers` set, once, before a schedule changes them."""
@@ -59,9 +58,6 @@ class ResumedRates:
         for scheduler in self._schedulers().values():
             if scheduler not in self._built:
                 self._built[scheduler] = dict(_plain(scheduler.state_dict()))
-        for optimizer in self._optimizers().values():
-            groups = [{k: copied(v) for k, v in one.items() if k not in _PARAMETERS} for one in optimizer.param_groups]
-            self._scheduled.setdefault(optimizer, groups)
 
     def state(self) -> dict[str, Any]:
         """The part of a checkpoint that is in no state of an optimizer or scheduler."""
@@ -77,18 +73,30 @@ class ResumedRates:
             "configured_options": {name: self._in_force(one) for name, one in self._optimizers().items()},
         }
 
-    def base_rates(self, optimizer: Optimizer) -> list[Any]:
-        """The rate of each group before any schedule changes it."""
-        pairs = zip(optimizer.param_groups, chain(self._in_force(optimizer), repeat({})), strict=False)
-        return [options.get("lr", group.get("initial_lr", group["lr"])) for group, options in pairs]
+    def build_again(self) -> None:
+        """Has the schedulers built over the options in force before any schedule changed them."""
+        before = self._schedulers().keys()
+        for optimizer in self._optimizers().values():
+            options_of_groups = chain(self._in_force(optimizer), repeat({}))
+            for group, options in zip(optimizer.param_groups, options_of_groups, strict=False):
+                base = options.get("lr", group.get("initial_lr", group["lr"]))
+                group.pop("initial_lr", None)
+                group.update({key: value for key, value in options.items() if key != "lr"})
+                set_rate(group, base)
+        self._configure()
+        if (now := self._schedulers().keys()) != before:
+            raise HookError(
+                f"configure_schedulers was called again and left the schedulers {sorted(now)}, not {sorted(before)}. "
+                "Let it assign the same names each time."
+            )
+        self.note_built()
 
     def refuse(self, shared: Mapping[str, Any], branch: BranchParameters) -> None:
         """Raises, before weights are loaded, if schedulers cannot load the checkpoint's state."""
-        if branch.schedule != "new":
-            self._refuse_other_classes(shared)
-        if branch.schedule == "new" and branch.optimizer == "keep":
-            self._refuse_other_bases(shared.get("configured_options", {}))
-        if branch.schedule == "new" or (branch.schedule == "keep" and branch.optimizer == "keep"):
+        if branch.schedule == "new":
+            return
+        self._refuse_other_classes(shared)
+        if branch.schedule == "keep" and branch.optimizer == "keep":
             return
         word = 'schedule="extend"' if branch.schedule == "extend" else f'optimizer="{branch.optimizer}"'
         for name, scheduler in self._outermost():
@@ -107,20 +115,6 @@ class ResumedRates:
                     'cannot load. Begin a run of another name with branch=BranchParameters(schedule="new").'
                 )
 
-    def _refuse_other_bases(self, in_force: Mapping[str, Options]) -> None:
-        """A new schedule on another learning rate than the one it was built for: only functions of the step can."""
-        names = {optimizer: name for name, optimizer in self._optimizers().items()}
-        for name, scheduler in self._outermost():
-            optimizer = scheduler.optimizer
-            rates = [options.get("lr") for options in in_force.get(names[optimizer], [])]
-            built_for = [options.get("lr") for options in self._configured[optimizer]]
-            if rates and rates != built_for and not isinstance(scheduler, LambdaLR | ReduceLROnPlateau):
-                raise ConfigError(
-                    f"{name} ({type(scheduler).__name__}) is built for this config's learning rate {built_for[0]}, and "
-                    f'the checkpoint\'s {rates[0]} stays in use. Configure that rate, use branch.optimizer="moments", '
-                    "or a LambdaLR, as build_schedule makes."
-                )
-
     def restore(self, shared: Mapping[str, Any], branch: BranchParameters, tokens_seen: int) -> list[str]:
         """Restores schedulers and rates after the optimizers' state; returns warnings."""
         schedulers, saved = self._schedulers(), shared["schedulers"]
@@ -129,16 +123,24 @@ class ResumedRates:
                 f"it has schedulers {sorted(saved)}, and this trainer {sorted(schedulers)}. A run of another name "
                 'begins with its own by branch=BranchParameters(schedule="new").'
             )
+        warned = self._take_options(shared.get("configured_options", {}) if branch.optimizer == "keep" else {})
+        is_built_again = branch.schedule == "new" and branch.optimizer == "keep"
+        if is_built_again:
+            self.build_again()
         then = shared["progress"].get("tokens_seen", 0)
-        for name, scheduler in schedulers.items():
+        for name, scheduler in self._schedulers().items():
             passed = 0 if branch.schedule == "new" else then - shared.get("token_origins", {}).get(name, 0)
             set_token_origin(scheduler, tokens_seen - passed)
-        warned = self._take_options(shared.get("configured_options", {}) if branch.optimizer == "keep" else {})
-        if branch.schedule != "new":
-            warned += self.go_on(shared, branch)
-        elif branch.optimizer == "keep":
-            self._begin_schedules_anew()
-        return warned
+        for name, one in self._outermost() if is_built_again else ():
+            is_new = one is not schedulers[name]
+            if isinstance(one, LambdaLR):  # one by tokens has its origin only now
+                _rebase(one, one.base_lrs if is_new else [group["lr"] for group in one.optimizer.param_groups])
+            elif not is_new and not isinstance(one, ReduceLROnPlateau):
+                raise ConfigError(
+                    f'branch with schedule="new": {name} ({type(one).__name__}) was built for the optimizer as it was '
+                    "before. Build it in configure_schedulers, which is called again for this."
+                )
+        return warned if branch.schedule == "new" else warned + self.go_on(shared, branch)
 
     def go_on(self, shared: Mapping[str, Any], branch: BranchParameters) -> list[str]:
         """Loads schedulers; gives warnings. Arguments as of `restore`."""
@@ -154,8 +156,8 @@ class ResumedRates:
             if changed:
                 anew = ANOTHER_RUN.format(words='schedule="new"')
                 warned.append(
-                    f"{name} ({type(one).__name__}) is now built with {', '.join(changed)}, and the checkpoint's stays "
-                    f"in use. To use this config's, {anew}."
+                    f"{name} ({type(one).__name__}) is now built with {', '.join(changed)}, and stays as it was. "
+                    f"To use this config's, {anew}."
                 )
         return warned
 
@@ -179,11 +181,11 @@ class ResumedRates:
             if any(climbs):
                 self._cap(scheduler, [cap if climb else math.inf for cap, climb in zip(factors, climbs, strict=True)])
         elif any(not math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9) for a, b in changes):
+            instead = ANOTHER_RUN.format(words='schedule="extend"')
             warned.append(
                 f"{name} has another form than in the checkpoint, as for another total_steps. At step "
-                f"{scheduler.last_epoch} it multiplied the learning rate by {factors[0]:.4g}. The new form, which "
-                f"holds from the next step on, multiplies it by {now[0]:.4g}. A run of another name that begins there "
-                'with branch=BranchParameters(schedule="extend") does not climb back.'
+                f"{scheduler.last_epoch} it multiplied the learning rate by {factors[0]:.4g}, and the new form, from "
+                f"the next step on, by {now[0]:.4g}. To not climb back, {instead}."
             )
         if branch.optimizer != "keep":
             _rebase(scheduler, bases)
@@ -194,24 +196,6 @@ class ResumedRates:
         kept = [min(pair) for pair in zip(caps, self._caps.get(scheduler, caps), strict=True)]
         self._caps[scheduler] = kept
         scheduler.lr_lambdas = [_at_most(form, cap) for form, cap in zip(scheduler.lr_lambdas, kept, strict=True)]
-
-    def _begin_schedules_anew(self) -> None:
-        """Schedules begin at the rates before any schedule, of the checkpoint's optimizers."""
-        for optimizer in self._optimizers().values():
-            bases, kept = self.base_rates(optimizer), chain(self._in_force(optimizer), repeat({}))
-            start, configured = self._scheduled[optimizer], self._configured[optimizer]
-            is_rebased = bases != [options.get("lr") for options in configured]
-            groups = zip(optimizer.param_groups, bases, start, configured, kept, strict=False)
-            for group, base, begun, own, options in groups:
-                altered = {key for key in own if begun.get(key) != own[key]}  # by a schedule, such as momentum
-                goes_on = {key: value for key, value in options.items() if key not in altered}
-                stays = {key: group[key] for key in ("params", "param_names", "lr") if key in group}
-                group.clear()
-                group.update(begun | goes_on | stays)
-                set_rate(group, base if is_rebased else begun["lr"])
-            for _, scheduler in self._outermost():
-                if scheduler.optimizer is optimizer and isinstance(scheduler, LambdaLR):
-                    _rebase(scheduler, bases)
 
     def _take_options(self, in_force: Mapping[str, Options]) -> list[str]:
         """Options of a checkpoint hold from now on; returns warnings of those that this config sets otherwise."""
@@ -225,8 +209,7 @@ class ResumedRates:
                     groups.setdefault(f"{name}: this config has {both}", []).append(str(group))
         anew = ANOTHER_RUN.format(words='optimizer="moments"')
         return [
-            f"{line} ({'group' if len(of_line) == 1 else 'groups'} {', '.join(of_line)}). To train on with this "
-            f"config's, {anew}."
+            f"{line} (group{'s' * (len(of_line) > 1)} {', '.join(of_line)}). To train on with this config's, {anew}."
             for line, of_line in groups.items()
         ]
 
@@ -272,16 +255,10 @@ def _plain(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             continue
 
 
-def _changed(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
-    found = []
-    for key in (key for key in now if key in then and key not in ("base_lrs", "_last_lr")):
-        if key == "_schedulers" and len(now[key]) == len(then[key]):
-            for number, (old, new) in enumerate(zip(then[key], now[key], strict=True)):
-                found += _changed(old, new, f"{prefix}schedulers[{number}].")
-        elif typed_json.dumps(then[key]) != typed_json.dumps(now[key]):
-            shown = [sorted(v.elements()) if isinstance(v, Counter) else v for v in (now[key], then[key])]
-            found.append(f"{prefix}{key.removeprefix('_')}={shown[0]} instead of {shown[1]}")
-    return found
+def _changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Arguments that differ; rates are compared as options, and only what this version of PyTorch has in both."""
+    lines = difference({key: then[key] for key in now if key in then}, {key: now[key] for key in then if key in now})
+    return [line for line in lines if not line.partition(":")[0].endswith(("base_lrs", "_last_lr"))]
 
 
 def _kind(scheduler: Scheduler) -> str:

@@ -1,7 +1,4 @@
-"""`run.json`: a run's own record: its progress, its state, and why it ended.
-
-RunRecorder writes it; `dream-trainer runs` reads it.
-"""
+"""`run.json`: a run's record of its progress, its state, and why it ended, which `dream-trainer runs` reads."""
 
 from __future__ import annotations
 
@@ -10,7 +7,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from itertools import zip_longest
 from pathlib import Path
@@ -52,31 +50,25 @@ class RunRecord:
     """"stopped": asked to, by code, a signal or `max_time`, before its limits; "finished": it reached them."""
     why: str | None = None  # why it was stopped, or the line of the exception that it failed with
     failed_rank: int | None = None  # the rank that failed first; None if unknown
-    error: str | None = None
-    """For a failed run: the full exception, its place, and the calls that led there."""
+    error: str | None = None  # for a failed run: the full exception, its place, and the calls that led there
     started: float = 0.0  # when it was first started, in seconds since 1970
     seen: float = 0.0  # when this was written
     starts: int = 0  # how often training started or resumed in a new process
-    times: list[dict[str, Any]] = field(default_factory=list)
-    """Of each of these starts what its time went to (above)."""
+    times: list[dict[str, Any]] = field(default_factory=list)  # of each of these starts a Start (below)
     step: int = 0  # optimizer steps completed
     epoch: int = 0
     samples: int = 0  # samples consumed by all ranks
     seconds: float = 0.0  # of training, all processes together
     metrics: dict[str, float] = field(default_factory=dict)  # of the last validation
-    best: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """For each metric whose best is kept: its `value`, the `step` of that, and the `mode`, "min" or "max"."""
-    parent: dict[str, Any] | None = None
-    """For a fork: the `checkpoint` that it began from, its `step`, and the state it took over."""
-    resumed_from: str | None = None
-    """The checkpoint that the last process resumed from: the run's, another run's, or one in a `local_directory`."""
+    best: dict[str, dict[str, Any]] = field(default_factory=dict)  # by metric: `value`, `step`, `mode` ("min" or "max")
+    parent: dict[str, Any] | None = None  # of a fork: the `checkpoint` it began from, its `step`, the `words` for that
+    resumed_from: str | None = None  # the checkpoint that the last process resumed from, its own or another
     argv: list[str] = field(default_factory=list)  # how the last process was started
     host: str = ""  # on which host rank 0 ran last
     pid: int = 0  # its process there
     world_size: int = 1  # number of ranks
     versions: dict[str, str] = field(default_factory=dict)  # of torch and dream_trainer
-    code: dict[str, str] = field(default_factory=dict)
-    """Digests of the user's modules, as the last process found them, by their files' paths from where it ran."""
+    code: dict[str, str] = field(default_factory=dict)  # digests of the user's modules, by paths from where it ran
 
 
 def write_record(run_dir: Path, record: RunRecord) -> None:
@@ -97,7 +89,7 @@ def read_record(run_dir: Path) -> RunRecord | None:
             name: {"value": float(best["value"]), "step": int(best["step"]), "mode": str(best["mode"])}
             for name, best in record.best.items()
         }
-        record.times = [Start.of(one).plain() for one in record.times]
+        record.times = [asdict(Start.of(one)) for one in record.times]
     except (OSError, ValueError, TypeError, AttributeError, KeyError):
         return None
     return record
@@ -143,8 +135,7 @@ class ListedRun:
     record: RunRecord
     config: dict[str, Any]
     last: dict[str, dict[str, Any]]  # the newest value of each metric, with its step
-    best: dict[str, Any] | None = None
-    """The metric shown: its name, value, step and mode, and whether it is the last value."""
+    best: dict[str, Any] | None = None  # the metric shown: its name, value, step and mode, and whether it is the last
 
     def set_best(self, metric: str | None, mode: str | None) -> None:
         """Shows a metric: its best value, or its last if none was kept. None shows the first whose best was kept."""
@@ -232,27 +223,20 @@ class RunRecorder:
 
     def listeners(self, event: str, *, is_main: bool) -> tuple[Callable[..., None], ...]:
         """Functions to call at `event` on this rank: ranks other than 0 only write about their failures."""
-        if self._runtime.config.training_parameters.fast_dev_run:
-            return ()
-        if event == "on_exception":
-            return (self._failed,)
-        if event == "post_setup":
-            return (self._is_set_up,)
-        on_main: dict[str, Callable[..., None]] = {
-            "pre_fit": self._starts,
-            "post_val_epoch": self._validated,
-            "on_save": self._saved,
-            "on_interrupt": self._ends,
-            "post_fit": self._has_ended,
-        }
-        return (on_main[event],) if is_main and event in on_main else ()
+        listeners: dict[str, Callable[..., None]] = {"on_exception": self._failed, "post_setup": self._is_set_up}
+        if is_main:
+            listeners |= {"pre_fit": self._starts, "post_val_epoch": self._validated, "on_save": self._saved}
+            listeners |= {"on_interrupt": self._ends, "post_fit": self._has_ended}
+        is_kept = event in listeners and not self._runtime.config.training_parameters.fast_dev_run
+        return (listeners[event],) if is_kept else ()
 
     def _is_set_up(self) -> None:
         self._has_directory = True  # claimed, if the trainer claims one
         runtime = self._runtime
-        if runtime.world.is_main:
-            self._times = _times_so_far(runtime.run_dir)  # a resume drops the end of the log
-        if runtime.world.is_main and runtime.coordinator.trains and read_record(runtime.run_dir) is None:
+        if not runtime.world.is_main:
+            return
+        self._times = _times_so_far(runtime.run_dir)  # a resume drops the end of the log
+        if runtime.coordinator.trains and read_record(runtime.run_dir) is None:
             self._is_new = not (runtime.run_dir / CONFIG_NAME).exists()
             self._write_config()  # of a run that was there before, only once it has resumed
 
@@ -271,8 +255,8 @@ class RunRecorder:
             starts=before.starts + is_new_process,
             metrics=before.metrics,
             best=self._best(),
-            parent=runtime.origin.parent or before.parent,
-            resumed_from=runtime.origin.resumed_from,
+            parent=runtime.parent or before.parent,
+            resumed_from=runtime.resumed_from,
             argv=sys.argv,
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -308,7 +292,7 @@ class RunRecorder:
     def _saved(self, path: Path) -> None:
         if self._record is not None:
             if self._start is not None and (step := named_step(path)) is not None:
-                self._start.mark(step, time.time())
+                self._start.saved = [*self._start.saved, [step, time.time()]][-_MARKS:]
             self._write(self._record.state, self._record.why)
 
     def nothing_to_train(self, because: str) -> None:
@@ -330,10 +314,7 @@ class RunRecorder:
     def _ends(self) -> None:
         self._is_the_first_to_tell()
         coordinator = self._runtime.coordinator
-        if coordinator.stopped:
-            self._write("stopped", coordinator.stopped_because)
-        else:
-            self._write("finished")
+        self._write("stopped" if coordinator.stopped else "finished", coordinator.stopped_because)
 
     def _has_ended(self) -> None:
         self._ends()
@@ -352,14 +333,13 @@ class RunRecorder:
         if is_another_jobs or runtime.saver.is_overtaken:
             return
         found = read_record(runtime.run_dir)
-        is_of_this_job = found is not None and found.seen >= self._made
         is_consequence = runtime.world.world_size > 1 and is_lost_connection(exc)
-        has_failed = found is not None and is_of_this_job and found.state == "failed"
-        if found is not None and has_failed and (is_consequence or found.failed_rank is not None):
-            return  # that came first
-        if found is not None and self._record is None and not is_of_this_job:
+        if found is not None and found.seen >= self._made:  # of this job
+            if found.state == "failed" and (is_consequence or found.failed_rank is not None):
+                return  # that came first
+        elif found is not None and self._record is None:
             return  # a start that is refused says nothing of the run that was there before
-        if found is None and self._record is None and isinstance(exc, ConfigError | CheckpointError):
+        elif self._record is None and isinstance(exc, ConfigError | CheckpointError):
             if self._is_new:  # nothing has begun that the list of runs should show
                 (runtime.run_dir / CONFIG_NAME).unlink(missing_ok=True)
             return
@@ -392,22 +372,22 @@ class RunRecorder:
             start.seen, start.last_step = record.seen, progress.global_step
             start.validation, start.saving = runtime.window.validation_seconds, runtime.saver.seconds
             start.data, start.ranks = runtime.data.feed.seconds_waiting, runtime.parallel.gradients.own_time.waited
-            record.times = [*self._times, start.plain()]
-        self._guarded(lambda: write_record(runtime.run_dir, record))
+            record.times = [*self._times, asdict(start)]
+        with self._guarded():
+            write_record(runtime.run_dir, record)
 
     def _write_config(self) -> None:
-        def write() -> None:
+        with self._guarded():
             path = self._runtime.run_dir / CONFIG_NAME
             text = json.dumps(to_dict(self._runtime.config), indent=2, default=str) + "\n"
             path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists() or path.read_text() != text:
                 replace_file(path, text)
 
-        self._guarded(write)
-
-    def _guarded(self, write: Callable[[], None]) -> None:
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
         try:
-            write()
+            yield
         except (OSError, ConfigError) as error:
             self._runtime.warn_once("run record", f"the run's record of itself is not written: {in_a_line(error)}")
 
@@ -420,7 +400,7 @@ def _times_so_far(run_dir: Path) -> list[dict[str, Any]]:
     last = Start.of(record.times[-1])
     _follow_log(record, run_dir / LOG_NAME)
     last.seen, last.last_step = max(last.seen, record.seen), max(last.last_step, record.step)
-    return [*record.times[:-1], last.plain()]
+    return [*record.times[:-1], asdict(last)]
 
 
 def _gone(world_size: int) -> dict[int, str]:
@@ -473,17 +453,6 @@ class Start:
         """Of JSON, which may have been written by another version."""
         return cls(**{name: plain[name] for name in cls.__dataclass_fields__ if name in plain})
 
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def mark(self, step: int, now: float) -> None:
-        """A checkpoint of `step` was saved."""
-        self.saved = [*self.saved, [step, now]][-_MARKS:]
-
-    def reached(self, step: int) -> float:
-        """When it had trained `step`, as far as its checkpoints tell."""
-        return max((then for saved, then in self.saved if saved <= step), default=self.trained_from)
-
     def parts(self, following: Start | None) -> dict[str, float]:
         """Its time by part, and the time until the following start."""
         looped = max(self.seen - self.trained_from, 0.0)
@@ -491,7 +460,9 @@ class Start:
         spent["training"] = max(looped - sum(spent.values()), 0.0)
         again = 0.0
         if following is not None and following.first_step < self.last_step:
-            again = max(self.seen - self.reached(following.first_step), 0.0)
+            # when it had trained that step, as far as its checkpoints tell
+            reached = (then for saved, then in self.saved if saved <= following.first_step)
+            again = max(self.seen - max(reached, default=self.trained_from), 0.0)
         # Steps trained again later take all of the loop's time since then, in equal shares of its parts.
         stays = 1 - min(again, looped) / looped if looped else 1.0
         idle = 0.0 if following is None else max(following.began - self.seen, 0.0)

@@ -75,14 +75,6 @@ class Session:
         return nullcontext() if self.watchdog is None else self.watchdog.patient()
 
 
-@dataclass(slots=True)
-class RunOrigin:
-    """Where a run comes from, as its record keeps it (trainer/run_record.py)."""
-
-    parent: dict[str, Any] | None = None  # of a branch, what it began from
-    resumed_from: str | None = None
-
-
 @dataclass(kw_only=True, eq=False)
 class Runtime:
     hooks: MixinHooks
@@ -103,7 +95,8 @@ class Runtime:
     parallel: ParallelModels = field(default_factory=ParallelModels)
     said_once: set[str] = field(default_factory=set)
     best: BestValues = field(default_factory=BestValues)
-    origin: RunOrigin = field(default_factory=RunOrigin)
+    parent: dict[str, Any] | None = None  # of a branch, the checkpoint or run that it began from
+    resumed_from: str | None = None  # the checkpoint
     recorder: RunRecorder = field(init=False)
     events: Mapping[str, tuple[Callable[..., None], ...]] = field(init=False)  # of this rank, once it is known
     # From launch on
@@ -147,7 +140,7 @@ def build_runtime(hooks: MixinHooks, config: Any) -> Runtime:
         progress=progress,
         registry=registry,
         schedule=schedule,
-        rates=ResumedRates(registry.optimizers, registry.schedulers),
+        rates=ResumedRates(registry.optimizers, registry.schedulers, hooks.configure_schedulers),
         coordinator=Coordinator(schedule, progress),
     )
     runtime.state_registry = StateRegistry(runtime)

@@ -17,9 +17,7 @@ from torch import Tensor, nn
 
 from dream_trainer.checkpoint import typed_json
 from dream_trainer.checkpoint.digests import FrozenWeights, refuse_other_weights
-from dream_trainer.checkpoint.manifest import (
-    Manifest,
-)
+from dream_trainer.checkpoint.manifest import Manifest
 from dream_trainer.checkpoint.model_state import (
     ModelForm,
     load_metric_state,
@@ -59,7 +57,7 @@ from dream_trainer.trainer.data_setup import global_batch_size
 from dream_trainer.trainer.rank_differences import warn_of_different_buffers, warn_of_different_state
 from dream_trainer.trainer.resume import naming_what_changed, refuse_other_run
 from dream_trainer.trainer.runtime import Runtime
-from dream_trainer.trainer.state_registry import CALLBACK_PREFIX, REGISTERED_PREFIX, Checkpointed
+from dream_trainer.trainer.state_registry import CALLBACK_PREFIX, REGISTERED_PREFIX
 from dream_trainer.weights.adapters import refuse_other_adapters, whole_adapters
 from dream_trainer.weights.load import origin_of
 
@@ -128,7 +126,7 @@ def snapshot(
             "mesh_shape": world.mesh_shape._asdict(),
             "config": to_dict(runtime.config),
             "metrics": dict(metrics),
-            "parent": runtime.origin.parent,
+            "parent": runtime.parent,
         },
     )
 
@@ -281,9 +279,7 @@ def restore(runtime: Runtime, manifest: Manifest, form: ModelForm, begins: Branc
         own = model_extra_state(models)
         extra_state = {name: {fqn: v for fqn, v in extra_state[name].items() if fqn in own[name]} for name in own}
     load(lambda: load_model_extra_state(models, extra_state))
-    load(
-        lambda: runtime.state_registry.load(Checkpointed(shared, tensor_metadata(path), branch, is_own=begins is None))
-    )
+    load(lambda: runtime.state_registry.load(shared, tensor_metadata(path), branch, is_own=begins is None))
     if branch.counters == "keep":
         form.restore(models, model_form, world)
     same_layout = _data_layout(manifest.mesh_shape) == _data_layout(world.mesh_shape._asdict())

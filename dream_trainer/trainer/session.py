@@ -184,7 +184,7 @@ def close(runtime: Runtime) -> None:
 
 def _build_step(runtime: Runtime) -> None:
     config, world, registry, parallel = runtime.config, runtime.world, runtime.registry, runtime.parallel
-    accumulation = Accumulation(config.device_parameters, world, registry, parallel, runtime.warn_once)
+    accumulation = Accumulation(config.device_parameters, world, registry, parallel)
     loss_scale = accumulation.loss_scale
     guard = NonFiniteGuard(config.training_parameters, world, runtime.progress, loss_scale, runtime.warn_once)
     events = ("pre_optimizer_step", "post_optimizer_step")
@@ -224,17 +224,12 @@ def launch(runtime: Runtime) -> None:
     else:
         close_at_exit(world)
     reference = weakref.ref(runtime)
-    world.tell_where(lambda: _where(reference))
+    world.tell_where(lambda: "the end" if (alive := reference()) is None else f"step {alive.progress.global_step}")
     refuse_different_configs(runtime)
     for hook, mixin in uncalled_hooks(cls):
         runtime.warn_once(hook, f"{cls.__name__}.{hook} is never called: only {mixin} does. Add {mixin}.")
     runtime.events = event_table(runtime, is_main=world.is_main)
     seed_everything(hash_seed(b"setup", runtime.config.seed))
-
-
-def _where(reference: weakref.ref[Runtime]) -> str:
-    runtime = reference()
-    return "the end" if runtime is None else f"step {runtime.progress.global_step}"
 
 
 def _close_if_alive(reference: weakref.ref[Runtime]) -> None:

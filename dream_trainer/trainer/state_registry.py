@@ -1,7 +1,4 @@
-"""StateRegistry: checkpointed state other than weights, optimizers and data, and how each part is saved and loaded.
-
-Mixins, callbacks and users add to the trainer's own by `trainer.register_state`.
-"""
+"""StateRegistry: checkpointed state other than weights, optimizers and data, and how each part is saved and loaded."""
 
 from __future__ import annotations
 
@@ -28,15 +25,6 @@ CALLBACK_PREFIX = "callbacks."  # names: `callbacks.<class>.<number within the c
 REGISTERED_PREFIX = "registered."  # and those of `register_state` `registered.<name>.<name of the tensor>`
 
 
-class Checkpointed(NamedTuple):
-    """A checkpoint that is being loaded."""
-
-    shared: Mapping[str, Any]  # state that all ranks share
-    tensors: Collection[str]  # their names
-    branch: BranchParameters  # the state to take over
-    is_own: bool  # whether the run itself wrote it
-
-
 class Registered(NamedTuple):
     save: Callable[[], Any]
     load: Callable[[Any], None]
@@ -60,10 +48,7 @@ class StateRegistry:
         """As `register_state` of the trainer."""
         check_choice("scope", scope, ("shared", "rank", "tensors"))
         if any(name in registered for registered in self._registered.values()):
-            raise HookError(
-                f"register_state({name!r}) was called twice: one state would replace the other. Give one of them "
-                "another name."
-            )
+            raise HookError(f"register_state({name!r}) was called twice. Give one of the states another name.")
         if self._runtime.session.is_resumed:
             raise HookError(
                 f"register_state({name!r}) was called after the checkpoint was loaded. Call it in __init__, in a "
@@ -84,24 +69,27 @@ class StateRegistry:
             "user": runtime.hooks.state_dict(),
         }
 
-    def load(self, checkpoint: Checkpointed) -> None:
-        runtime, shared, branch = self._runtime, checkpoint.shared, checkpoint.branch
-        runtime.progress.load_state_dict(_progress(checkpoint))
+    def load(
+        self, shared: Mapping[str, Any], tensors: Collection[str], branch: BranchParameters, *, is_own: bool
+    ) -> None:
+        """Loads what all ranks share of a checkpoint, which has `tensors` and `is_own` if the run itself wrote it."""
+        runtime = self._runtime
+        runtime.progress.load_state_dict(_progress(shared["progress"], branch))
         scale, saved_scale = runtime.accumulation.loss_scale, shared.get("loss_scale")
         if branch.optimizer != "new" and scale is not None and saved_scale is not None:
             scale.load_state_dict(saved_scale)
         warned = runtime.rates.restore(shared, branch, runtime.progress.tokens_seen)
         for line in warned if runtime.world.is_main else ():
             logger.warning("%s", line)
-        _load_callbacks(runtime, checkpoint)
+        _load_callbacks(runtime, shared["callbacks"], tensors, None if is_own else branch)
         for name, one in self._registered["shared"].items():
             if name in shared["mixins"] and (branch.counters == "keep" or not one.goes_with_counters):
                 one.load(shared["mixins"][name])
         runtime.hooks.load_state_dict(shared["user"])
         for name, one in self._registered["tensors"].items():
-            tensors = one.save()
-            if all(f"{REGISTERED_PREFIX}{name}.{key}" in checkpoint.tensors for key in tensors):
-                one.load(tensors)
+            own = one.save()
+            if all(f"{REGISTERED_PREFIX}{name}.{key}" in tensors for key in own):
+                one.load(own)
 
     def of_rank(self) -> dict[str, Any]:
         """This rank's own plain values."""
@@ -115,8 +103,7 @@ class StateRegistry:
                 one.load(saved["registered"][name])
 
     def tensors(self, saved: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Tensors, sharded or equal on all ranks. Given the tensor names `saved` of a checkpoint, only the tensors of
-        owners that have some there."""
+        """Tensors, sharded or equal on all ranks; given a checkpoint's names, only of owners that have some there."""
         return {
             f"{prefix}{name}": tensor
             for prefix, of_one in self._tensors()
@@ -131,9 +118,9 @@ class StateRegistry:
             yield f"{REGISTERED_PREFIX}{name}.", one.save()
 
 
-def _progress(checkpoint: Checkpointed) -> dict[str, Any]:
+def _progress(saved: dict[str, Any], branch: BranchParameters) -> dict[str, Any]:
     """The counters to begin from; they include the position in the data, which `branch` decides separately."""
-    saved, branch, fresh = checkpoint.shared["progress"], checkpoint.branch, Counters().state_dict()
+    fresh = Counters().state_dict()
     counters = saved if branch.counters == "keep" else fresh
     position = saved if branch.data == "keep" else fresh
     of_data = ("data", "is_pass_over", "loader_was_replaced")
@@ -150,21 +137,23 @@ def numbered(callbacks: Iterable[C]) -> Iterator[tuple[str, str, C]]:
         counts[name] += 1
 
 
-def _load_callbacks(runtime: Runtime, checkpoint: Checkpointed) -> None:
+def _load_callbacks(
+    runtime: Runtime, saved: Iterable[dict[str, Any]], tensors: Collection[str], begins: BranchParameters | None
+) -> None:
     """Matches callbacks by class and by their order within it, so that adding or removing one does not shift others."""
-    left, branch = list(checkpoint.shared["callbacks"]), checkpoint.branch
+    left = list(saved)
     for class_name, prefix, callback in numbered(runtime.config.callbacks):
         match = next((entry for entry in left if entry["class"] == class_name), None)
         if match is not None:
             left.remove(match)
-        lacks_tensors = any(prefix + name not in checkpoint.tensors for name in callback.checkpoint_tensors())
+        lacks_tensors = any(prefix + name not in tensors for name in callback.checkpoint_tensors())
         if match is None or lacks_tensors:
             if (callback.state_dict() or lacks_tensors) and runtime.world.is_main:
                 logger.warning("the checkpoint has no state of callback %s; it starts without any.", class_name)
             continue
         callback.load_state_dict(match["state"])
-        if not checkpoint.is_own:
-            callback.begin_branch(new_counters=branch.counters == "new", new_data=branch.data == "new")
+        if begins is not None:
+            callback.begin_branch(new_counters=begins.counters == "new", new_data=begins.data == "new")
     lost = [entry["class"] for entry in left if entry["state"]]
     if lost and runtime.world.is_main:
         logger.warning("the checkpoint has state of callbacks that are no longer there: %s.", ", ".join(lost))

@@ -1,7 +1,4 @@
-"""Which definitions in a user's trainer class are called, and checks of it, its config and its callbacks.
-
-Every definition of an event that is mixed in is heard once; a hook that nothing would call is an error.
-"""
+"""Which definitions in a user's trainer class are called, and checks of it, its config and its callbacks."""
 
 from __future__ import annotations
 
@@ -89,7 +86,8 @@ def check_trainer(cls: type[MixinHooks], config: Any) -> None:
     check_config(config)
     all_of([partial(_check_config_classes, cls, config), partial(refuse_combinations, settings_of(config))])
     refuse_taken_names(cls)
-    for kind, names in _hooks(cls, config.callbacks).items():
+    hooks = _hooks(cls, config.callbacks)
+    for kind, names in hooks.items():
         _refuse_uncalled(kind, names)
     for part in _parts(cls):
         for hook, purpose in vars(part).get("_required_hooks", {}).items():
@@ -97,7 +95,8 @@ def check_trainer(cls: type[MixinHooks], config: Any) -> None:
                 raise HookError(f"{cls.__name__} does not override {hook}, which {part.__name__} requires: {purpose}")
     _refuse_hooks_of_missing_mixins(cls)
     _refuse_lost_state(cls)
-    _check_signatures(cls, config.callbacks)
+    for kind, names in hooks.items():
+        _check_signatures(kind, names)
 
 
 def _parts(cls: type) -> list[type]:
@@ -155,16 +154,15 @@ def _refuse_lost_state(cls: type) -> None:
                 )
 
 
-def _check_signatures(cls: type[MixinHooks], callbacks: Iterable[BaseCallback]) -> None:
-    for kind, names in _hooks(cls, callbacks).items():
-        if issubclass(kind, Hooks):
-            names = names | {name for part in kind.__mro__ if is_ours(part) for name in vars(part)}
-        for name in sorted(name for name in names if not name.startswith("_")):
-            owners = definers(kind, name)
-            declared = [vars(part)[name] for part in owners if is_ours(part)]
-            for part in heard(kind, name) if name in EVENTS else owners[:1]:
-                if declared and not is_ours(part):
-                    _check_arguments(part, name, declared[-1])
+def _check_signatures(kind: type, names: set[str]) -> None:
+    if issubclass(kind, Hooks):
+        names = names | {name for part in kind.__mro__ if is_ours(part) for name in vars(part)}
+    for name in sorted(name for name in names if not name.startswith("_")):
+        owners = definers(kind, name)
+        declared = [vars(part)[name] for part in owners if is_ours(part)]
+        for part in heard(kind, name) if name in EVENTS else owners[:1]:
+            if declared and not is_ours(part):
+                _check_arguments(part, name, declared[-1])
 
 
 def _check_arguments(part: type, name: str, declared: Any) -> None:
@@ -211,16 +209,10 @@ def _refuse_hooks_of_missing_mixins(cls: type) -> None:
                 )
 
 
-_CALLED_BY = {
-    "configure_models": "SetupMixin",
-    "init_weights": "SetupMixin",
-    "load_pretrained": "SetupMixin",
-    "configure_optimizers": "SetupMixin",
-    "configure_schedulers": "SetupMixin",
-    "configure_metrics": "SetupMixin",
-    "predict_step": "EvalMixin",
-    "configure_loggers": "LoggerMixin",
-}
+_OF_SETUP = (
+    "configure_models init_weights load_pretrained configure_optimizers configure_schedulers configure_metrics".split()
+)
+_CALLED_BY = dict.fromkeys(_OF_SETUP, "SetupMixin") | {"predict_step": "EvalMixin", "configure_loggers": "LoggerMixin"}
 
 
 def uncalled_hooks(cls: type[MixinHooks]) -> list[tuple[str, str]]:

@@ -15,13 +15,11 @@ from typing import Any
 import torch
 
 from dream_trainer.data.stream import ValidationBatches
-from dream_trainer.distributed.pulse import Flags
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_device
 from dream_trainer.errors import DataError, HookError
 from dream_trainer.loggers.records import NoRecord, Record
 from dream_trainer.modules.forward_state import in_evaluation
 from dream_trainer.modules.precision import float32_products
-from dream_trainer.trainer.coordinator import Coordinator
 from dream_trainer.trainer.event_table import notify
 from dream_trainer.trainer.rank_differences import agreed_metrics, warn_of_different_buffers
 from dream_trainer.trainer.runtime import Runtime
@@ -30,10 +28,7 @@ _NOTHING = object()
 
 
 def validate(
-    runtime: Runtime,
-    loaders: dict[str, ValidationBatches],
-    max_batches: int | None,
-    coordinator: Coordinator | None = None,
+    runtime: Runtime, loaders: dict[str, ValidationBatches], max_batches: int | None, *, hears_signals: bool
 ) -> dict[str, float]:
     """Runs `validation_step` over `loaders` and returns exact metrics, named `val/...` and `val/<loader>/...`."""
     metrics: dict[str, float] = {}
@@ -50,18 +45,21 @@ def validate(
             media = None if runtime.state.is_sanity_validation else runtime.records.validation_media
             record = Record(prefix=prefix, media=media, needs_weight=runtime.world.divided_samples)
             with runtime.records.inside(record), runtime.parallel.whole():
-                _run_loader(runtime, batches, in_step(runtime, batches, max_batches, coordinator), record)
-            logged = _without_prefix(record.metrics.reduce(runtime.world))
+                in_order = in_step(runtime, batches, max_batches, hears_signals=hears_signals)
+                _run_loader(runtime, batches, in_order, record)
+            of_loader: dict[str, float] = {}
             metered = runtime.validation_metrics
-            of_metrics = {} if metered is None else _without_prefix(metered.values())
-            for key in logged.keys() & of_metrics.keys():
-                runtime.warn_once(
-                    f"twice {key}",
-                    f"{key!r} is logged by validation_step and by the metric of that name, whose value counts. Return "
-                    "it under another name, or not at all.",
-                )
-            logged |= of_metrics
-            metrics |= {prefix + key: value for key, value in logged.items()}
+            of_metrics = [] if metered is None else metered.values()
+            for name, value in (*record.metrics.reduce(runtime.world).items(), *of_metrics):
+                name = prefix + name.removeprefix("val/")
+                if name in of_loader:
+                    runtime.warn_once(
+                        f"twice {name}",
+                        f"{name!r} is logged twice, by validation_step and a metric or by two metrics, and the last "
+                        "value counts. Return it under another name, or give each collection a different prefix.",
+                    )
+                of_loader[name] = value
+            metrics |= of_loader
     return agreed_metrics(runtime.world, metrics)
 
 
@@ -94,10 +92,6 @@ def validation_mode(runtime: Runtime) -> Iterator[None]:
         runtime.state.training, runtime.state.is_padding_batch, runtime.state.val_name = True, False, ""
         if runtime.session.is_training and not is_sanity:
             runtime.window.validation_seconds = seconds_before + time.monotonic() - began
-
-
-def _without_prefix(metrics: dict[str, float]) -> dict[str, float]:
-    return {key.removeprefix("val/"): value for key, value in metrics.items()}
 
 
 def _run_loader(
@@ -146,30 +140,24 @@ def _result_and_weight(returned: Any, record: Record) -> tuple[dict[str, Any], A
 
 
 def in_step(
-    runtime: Runtime, batches: ValidationBatches, max_batches: int | None, coordinator: Coordinator | None = None
+    runtime: Runtime, batches: ValidationBatches, max_batches: int | None, *, hears_signals: bool
 ) -> Iterator[tuple[Any, bool]]:
     """This rank's batches, then padding; an exchange before each batch, so that no rank waits in a forward for data."""
-    source, batch = iter(batches), None
+    source, batch, coordinator = iter(batches), None, runtime.coordinator
     needs_company = runtime.world.world_size > 1 and runtime.parallel.forward_communicates
     for count in itertools.count():
         fresh = _NOTHING
         if count != max_batches:
             fetch = partial(next, source, _NOTHING)
-            fresh = fetch() if coordinator is None else coordinator.signals.wait_for_data(fetch)
-        if coordinator is not None:
-            goes_on = coordinator.go_on(has_batch=fresh is not _NOTHING)
-        else:
-            flags = runtime.coordinator.count_batches(Flags(short=fresh is _NOTHING))
-            goes_on = flags.short < runtime.world.world_size
-        if not goes_on:
+            fresh = coordinator.signals.wait_for_data(fetch) if hears_signals else fetch()
+        if not coordinator.go_on(has_batch=fresh is not _NOTHING, hears_signals=hears_signals):
             if count == 0 and max_batches != 0:
                 is_prediction = isinstance(runtime.records.current, NoRecord)
                 purpose = "loader to predict" if is_prediction else "validation loader"
                 loader = f"{purpose} {runtime.state.val_name!r}" if runtime.state.val_name else purpose
                 runtime.warn_once(
                     f"no batch: {loader}",
-                    f"the {loader} gave no batch on any rank, so nothing comes of it. Check its dataset, "
-                    "batch_size and drop_last.",
+                    f"the {loader} gave no batch on any rank. Check its dataset, batch_size and drop_last.",
                 )
             return
         if fresh is not _NOTHING:

@@ -8,30 +8,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn as nn
 
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import HookError
-from dream_trainer.modules.metrics import computed, copied, is_metric, updates
+from dream_trainer.modules.metrics import MetricStates, computed, updates
 
 
 @dataclass(eq=False)
 class ValidationMetrics:
     metrics: Callable[[], dict[str, Any]]
-    attributes: dict[str, Any]
     world: Ranks
     say_once: Callable[[str, str], None]
 
-    def __post_init__(self) -> None:
-        # How often this rank has updated each metric by the end of the last validation.
-        self._updates: dict[str, int] = {}
-        # Those that some rank has ever updated between, so that they are training's; as they were when this validation
-        # began. For good, since one that is reset in post_epoch may be updated as often again.
-        self._of_training: dict[str, int] = {}
+    # How often this rank has updated each metric by the end of the last validation.
+    _updates: dict[str, int] = field(default_factory=dict)
+    # Those that some rank has ever updated between, so that they are training's; as they were when this validation
+    # began. For good, since one that is reset in post_epoch may be updated as often again.
+    _of_training: dict[str, int] = field(default_factory=dict)
 
     def _counts(self) -> dict[str, int]:
         return {name: updates(metric) for name, metric in self.metrics().items()}
@@ -64,18 +61,16 @@ class ValidationMetrics:
 
     @contextmanager
     def padding(self) -> Iterator[None]:
-        """Metrics see copies of themselves inside, so that a padding batch counts for nothing."""
-        originals = {name: value for name, value in self.attributes.items() if _holds_metric(value)}
+        """A padding batch counts for nothing: metrics are as before at the end."""
+        states = MetricStates([*self.metrics().values()])
         try:
-            self.attributes.update(copied(originals, self.metrics().values()))
             yield
         finally:
-            self.attributes.update(originals)
+            states.put_back()
 
-    def values(self) -> dict[str, float]:
-        """Values of the metrics over all ranks since `start_loader`; a collective."""
-        numbers: dict[str, float] = {}
-        seen: set[str] = set()
+    def values(self) -> list[tuple[str, float]]:
+        """Values of the metrics over all ranks since `start_loader`, with their names; a collective."""
+        numbers: list[tuple[str, float]] = []
         for name, metric in self.metrics().items():
             if name in self._of_training:
                 if any(self.world.all_gather_object(updates(metric) != self._of_training[name])):
@@ -84,18 +79,10 @@ class ValidationMetrics:
                         "its own. Give each its own metric."
                     )
                 continue
-            values = computed(name, metric, self.world)
-            for key in seen.intersection(values):
-                self.say_once(
-                    f"metrics {key}",
-                    f"two metrics are called {key!r}, and only the one assigned later is logged. Give each collection "
-                    "a different prefix.",
-                )
-            seen.update(values)
-            for key, item in values.items():
+            for key, item in computed(name, metric, self.world).items():
                 shape = tuple(torch.as_tensor(item).shape)
                 if math.prod(shape) == 1:
-                    numbers[key] = float(item)
+                    numbers.append((key, float(item)))
                 else:
                     self.say_once(
                         f"metric {key}",
@@ -103,11 +90,3 @@ class ValidationMetrics:
                         "are. Log what you want of it in post_val_epoch, or have it computed as one number.",
                     )
         return numbers
-
-
-def _holds_metric(value: Any) -> bool:
-    if is_metric(value):
-        return True
-    if isinstance(value, list | tuple | nn.ModuleList):
-        return any(is_metric(item) for item in value)
-    return isinstance(value, Mapping | nn.ModuleDict) and any(is_metric(item) for item in value.values())

@@ -158,7 +158,7 @@ def test_each_word_is_the_loop_by_hand_and_outlives_a_restart(tmp_path: Path) ->
         assert steps == trained == LONGER - (0 if WORDS[name].get("counters") == "new" else AT)
         words = {"optimizer": "keep", "schedule": "keep", "counters": "keep", "data": "keep"} | WORDS[name]
         checkpoint = str(tmp_path / f"runs/tests/checkpoint/parent/checkpoints/step_{AT:08d}")
-        assert born == {"checkpoint": checkpoint, "run": "tests/checkpoint/parent", "step": AT, "words": words}
+        assert born == {"checkpoint": checkpoint, "step": AT, "words": words}
         record = read_record(tmp_path / "runs/tests/checkpoint" / name)
         assert record is not None
         assert record.parent == born

@@ -106,7 +106,7 @@ class KeepsToo(dt.AbstractTrainer):
 
 
 def test_two_mixins_with_one_name_for_their_state_are_an_error() -> None:
-    with pytest.raises(HookError, match=r"^register_state\('mine'\) was called twice: one state would replace"):
+    with pytest.raises(HookError, match=r"^register_state\('mine'\) was called twice. Give one"):
         type("Trainer", (Alone, Keeps, KeepsToo), {})(make_config())
 
 

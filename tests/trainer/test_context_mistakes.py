@@ -32,7 +32,7 @@ TOKENS = torch.zeros(3, 30)
         (
             lambda cut: cut.cut(TOKENS),
             api.DataError,
-            r"a tensor of shape \(3, 30\), whose 30 positions .* multiple of 4.* Use sequences of 28 or 32 positions",
+            r"a tensor of shape \(3, 30\), whose 30 positions .* multiple of 4.* pad them in the loader to 32",
         ),
         (
             lambda cut: cut.cut(torch.zeros(3, 5), dim=-1),

@@ -99,7 +99,7 @@ def test_the_parts_follow_from_what_each_start_wrote() -> None:
         began=0, trained_from=10, seen=110, first_step=0, last_step=50, validation=20, saved=[[10, 30], [30, 70]]
     )
     second = Start(began=130, trained_from=135, seen=195, first_step=30, last_step=60, data=6, saving=3, ranks=1)
-    told = receipt([first.plain(), second.plain()])
+    told = receipt([vars(first), vars(second)])
     assert told is not None
     # 40 of the first start's 100 s were done again: 60% of each of its parts stays.
     expected = {"again": 40.0, "validation": 12.0, "training": 48.0 + 50.0, "data": 6.0, "saving": 3.0, "ranks": 1.0}
@@ -113,7 +113,7 @@ def test_the_parts_follow_from_what_each_start_wrote() -> None:
 def test_a_start_that_resumed_what_it_ended_with_did_nothing_twice() -> None:
     first = Start(began=0, trained_from=1, seen=5, first_step=0, last_step=10)
     second = Start(began=6, trained_from=7, seen=9, first_step=10, last_step=20)
-    told = receipt([first.plain(), second.plain()])
+    told = receipt([vars(first), vars(second)])
     assert told is not None
     assert told.seconds["again"] == 0
     assert told.seconds["training"] == pytest.approx(6)

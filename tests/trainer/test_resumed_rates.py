@@ -1,6 +1,9 @@
 """PyTorch's schedulers where a run goes on, against PyTorch's own loop: the checkpoint's arguments go on."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +45,10 @@ KINDS: dict[str, Callable[[Optimizer, int], lrs.LRScheduler]] = {
     "chain of a sequence": chained_sequence,
 }
 NAMED = {
-    "step": "step_size=6 instead of 2",
-    "cosine": "scheduler (CosineAnnealingLR) is now built with T_max=20 instead of 6, and the checkpoint's stays",
-    "one cycle": "total_steps=21 instead of 7",
-    "sequence": "milestones=[10] instead of [3], schedulers[0].total_iters=10 instead of 3, "
-    "schedulers[1].T_max=10 instead of 3",
+    "step": "step_size: 2 -> 6",
+    "cosine": "scheduler (CosineAnnealingLR) is now built with T_max: 6 -> 20, and stays as it was",
+    "one cycle": "total_steps: 7 -> 21",
+    "sequence": "_milestones: [3] -> [10], _schedulers.0.total_iters: 3 -> 10, _schedulers.1.T_max: 3 -> 10",
 }
 
 
@@ -163,22 +165,21 @@ def parent(make: Callable[[Optimizer, int], Any]) -> str:
 
 
 def branch(path: str, make: Callable[[Optimizer, int], Any], rate: float, **words: Any) -> list[tuple[float, float]]:
-    config = make_config("branch", LONG, rate, resume=path, branch=BranchParameters(**words))
-    return fit(trainer_of(make)(config)).used
+    return fit(trainer_of(make)(make_config("branch", LONG, rate, resume=path, branch=BranchParameters(**words)))).used
 
 
-@pytest.mark.parametrize(
-    ("kind", "optimizer"),
-    [("cosine", "new"), ("one cycle", "keep"), ("cyclic", "moments"), ("chain of a sequence", "new")],
-)
-def test_a_new_schedule_begins_at_its_first_step(kind: str, optimizer: str) -> None:
-    make, rate = KINDS[kind], RATE if optimizer == "keep" else OTHER
-    found = branch(parent(make), make, rate, schedule="new", optimizer=optimizer)
-    assert found == by_hand(make, LONG, LONG - SHORT, rate)
+@pytest.mark.parametrize(("make", "optimizer"), zip([*KINDS.values(), falling], cycle("keep new keep moments".split())))
+def test_a_new_schedule_begins_at_its_first_step(make: Any, optimizer: str) -> None:
+    found = branch(parent(make), make, OTHER, schedule="new", optimizer=optimizer)
+    assert found == by_hand(make, LONG, LONG - SHORT, RATE if optimizer == "keep" else OTHER)
 
 
-def test_a_new_schedule_by_steps_begins_at_the_checkpoints_rate() -> None:
-    assert branch(parent(falling), falling, OTHER, schedule="new") == by_hand(falling, LONG, LONG - SHORT)
+@pytest.mark.parametrize("make", [falling, KINDS["cosine"]])
+def test_a_schedule_that_is_built_once_begins_at_the_checkpoints_rate_or_is_refused(make: Any) -> None:
+    once: Any = type("Once", (trainer_of(make),), {"configure_schedulers": cache(Scheduled.configure_schedulers)})
+    config = make_config("branch", LONG, OTHER, resume=parent(make), branch=BranchParameters(schedule="new"))
+    with nullcontext() if make is falling else pytest.raises(CheckpointError, match="LR. was built for the optimizer"):
+        assert fit(once(config)).used == by_hand(make, LONG, LONG - SHORT)
 
 
 def test_what_a_cycle_altered_returns_to_what_the_optimizer_was_configured_with() -> None:
@@ -192,7 +193,6 @@ def test_what_a_cycle_altered_returns_to_what_the_optimizer_was_configured_with(
         ({"schedule": "extend"}, "a CosineAnnealingLR, whose rates follow from those before"),
         ({"optimizer": "moments"}, 'branch with optimizer="moments"'),
         ({"optimizer": "new"}, 'branch with optimizer="new"'),
-        ({"schedule": "new"}, "the checkpoint's 0.05 stays in use. Configure that rate"),
     ],
 )
 def test_what_cannot_be_exact_is_refused_by_name_and_leaves_no_failed_run(words: dict[str, Any], told: str) -> None:

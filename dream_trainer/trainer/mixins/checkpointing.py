@@ -47,7 +47,7 @@ from dream_trainer.screen import logger
 from dream_trainer.stores.store_path import StorePath, absolute, as_path
 from dream_trainer.trainer import saved_state
 from dream_trainer.trainer.abstract import AbstractTrainer
-from dream_trainer.trainer.resume import changed_fields, resume, run_name
+from dream_trainer.trainer.resume import changed_fields, resume
 from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.trainer.session import start
 from dream_trainer.weights.adapters import adapters_of, refuse_other_adapters
@@ -157,12 +157,7 @@ class CheckpointMixin(AbstractTrainer):
         again from it. A later `fit` starts from these weights, with the optimizers, schedules and counters of the last
         step. Frozen weights that no checkpoint has (`save_frozen=False`) and modules' extra state stay as they are.
 
-        Args:
-            metric: As in `best_checkpoint`.
-            mode: As in `best_checkpoint`.
-
-        Returns:
-            The checkpoint's directory.
+        Takes the arguments of `best_checkpoint`, and returns the checkpoint's directory.
 
         Raises:
             CheckpointError: There is none.
@@ -361,11 +356,10 @@ class CheckpointMixin(AbstractTrainer):
         """`newest` is the run's newest checkpoint if `manifest` belongs to a host-local checkpoint."""
         is_own = newest is not None or manifest.path.parent.resolve() == self._checkpoints_root().resolve()
         saved_state.restore(self._runtime, manifest, self.__form, None if is_own else branch)
-        self._runtime.origin.parent = manifest.parent
+        self._runtime.parent = manifest.parent
         if not is_own:
-            path = str(absolute(manifest.path))
-            run, words = run_name(manifest), dict(vars(branch))
-            self._runtime.origin.parent = {"checkpoint": path, "run": run, "step": manifest.step, "words": words}
+            path, words = str(absolute(manifest.path)), dict(vars(branch))
+            self._runtime.parent = {"checkpoint": path, "step": manifest.step, "words": words}
         metrics = manifest.metrics if branch.counters == "keep" else {}
         self._runtime.saver.goes_on_from(
             self.global_step,
@@ -376,7 +370,7 @@ class CheckpointMixin(AbstractTrainer):
         )
         if self._runtime.saver.local is not None:
             self._runtime.saver.local.loaded(manifest, is_own=is_own)
-        self._runtime.origin.resumed_from = str(absolute(manifest.path))
+        self._runtime.resumed_from = str(absolute(manifest.path))
         if self.world.is_main:
             logger.info("resumed from %s at step %d", manifest.path, self.global_step)
             if changed := changed_fields(manifest, self._runtime.config):

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from dream_trainer.checks import spell
 from dream_trainer.config.parallel_parameters import ContextParallelConfigMixin
 from dream_trainer.distributed.ranks import refuse_differences
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_device
@@ -118,11 +118,12 @@ def _attention(runtime: Runtime) -> ContextAttention:
     return GatheredAttention(SequenceParts(rank, size, group, is_balanced=True))
 
 
+@dataclass(eq=False, repr=False)
 class SequenceCut:
-    def __init__(self, attention: ContextAttention, world: World) -> None:
-        self._attention, self._world = attention, world
-        self._digest = 0
-        self._is_compared = False
+    _attention: ContextAttention
+    _world: World
+    _digest: int = 0
+    _is_compared: bool = False
 
     def begin(self) -> None:
         self._digest = 0
@@ -139,13 +140,12 @@ class SequenceCut:
             )
         length, parts = tensor.shape[dim], self._attention.parts
         if length == 0 or length % parts.n_chunks:
-            below, above = length // parts.n_chunks * parts.n_chunks, -(-length // parts.n_chunks) * parts.n_chunks
+            above = -(-length // parts.n_chunks) * parts.n_chunks or parts.n_chunks
             twice = "twice " if parts.n_chunks > parts.size else ""
             raise DataError(
                 f"cut_batch cut {what}, whose {length} positions along dimension {dim} are not a multiple of "
-                f"{parts.n_chunks}, {twice}context_parallel={parts.size}. Use sequences of "
-                f"{spell(fit for fit in (below, above or parts.n_chunks) if fit)} positions: of another length, or "
-                "padded in the loader (with labels that do not count)."
+                f"{parts.n_chunks}, {twice}context_parallel={parts.size}. Use sequences of such a length, or pad "
+                f"them in the loader to {above} (with labels that do not count)."
             )
         if not self._is_compared:
             self._digest = digest(tensor, self._digest)

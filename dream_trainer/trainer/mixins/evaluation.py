@@ -59,10 +59,7 @@ class EvalMixin(AbstractTrainer):
                 batches = self._runtime.data.validation
                 limit = self._runtime.config.training_parameters.val_steps_per_epoch
                 if not batches:
-                    raise HookError(
-                        "there is no validation loader. Pass evaluate(dataloader), or return one from "
-                        "configure_dataloaders."
-                    )
+                    raise HookError("there is no validation loader. Pass one, or return it from configure_dataloaders.")
             else:
                 named = dataloader if isinstance(dataloader, Mapping) else {"": dataloader}
                 if not named:
@@ -72,7 +69,7 @@ class EvalMixin(AbstractTrainer):
             state = self._runtime.state
             was_evaluating, state.is_evaluating = state.is_evaluating, True
             try:
-                metrics = validate(self._runtime, batches, limit)
+                metrics = validate(self._runtime, batches, limit, hears_signals=False)
                 tell_end(self._runtime, "post_val_epoch", metrics)
             finally:
                 state.is_evaluating = was_evaluating
@@ -107,7 +104,9 @@ class EvalMixin(AbstractTrainer):
             batches = self._batches_of(dataloader)
             predict_step = self._wrap_step(self.predict_step)
             with validation_mode(self._runtime), self._validation_context(), self._runtime.parallel.whole():
-                for batch_idx, (batch, is_padding) in enumerate(in_step(self._runtime, batches, None)):
+                for batch_idx, (batch, is_padding) in enumerate(
+                    in_step(self._runtime, batches, None, hears_signals=False)
+                ):
                     result = predict_step(self.move_batch(batch, self.world.device), batch_idx)
                     if not is_padding:
                         local_results.append(to_device(detach(result), torch.device("cpu")))
@@ -128,7 +127,7 @@ class EvalMixin(AbstractTrainer):
 
     def _finish_setup(self) -> None:
         super()._finish_setup()
-        metrics = ValidationMetrics(self.named_metrics, vars(self), self.world, self.warn_once)
+        metrics = ValidationMetrics(self.named_metrics, self.world, self.warn_once)
         self.__validation_metrics = self._runtime.validation_metrics = metrics
         parameters: EvalParameters = self._runtime.config.eval_parameters
         modes = self._best_modes()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import torch.nn as nn
 
 from dream_trainer.config.parallel_parameters import Float8ConfigMixin, Float8Parameters
 from dream_trainer.config.trainer_config import BaseTrainerConfig
@@ -11,11 +13,7 @@ from dream_trainer.errors import ConfigError
 from dream_trainer.parallel.axes import FLOAT8
 from dream_trainer.parallel.axis import Parallelism
 from dream_trainer.trainer.abstract import AbstractTrainer
-
-if TYPE_CHECKING:
-    import torch.nn as nn
-
-    from dream_trainer.trainer.runtime import Runtime
+from dream_trainer.trainer.runtime import Runtime
 
 
 class Float8Mixin(AbstractTrainer):

@@ -157,9 +157,8 @@ class Rounds(NoRounds):
         averaged = self._averaged()
         if averaged.keys() != self._start.keys():
             raise StepError(
-                f"an optimizer was given other parameters in the middle of a round of {self.steps} steps, and "
-                "workers may have trained them in different ways. Change its groups where global_step is a multiple "
-                "of every_n_steps."
+                f"an optimizer was given other parameters in the middle of a round of {self.steps} steps. Change its "
+                "groups where global_step is a multiple of every_n_steps."
             )
         assert self._outer is not None  # since the round began
         with self.changing_weights():

@@ -1,7 +1,4 @@
-"""LoggerMixin: the log behind `self.log` and its kin, and the loggers that it writes to.
-
-loggers/run_log.py has the way of a number; here is what the trainer tells it: batches, windows, validations, saves.
-"""
+"""LoggerMixin: the log behind `self.log` and its kin (loggers/run_log.py), and the loggers that it writes to."""
 
 from __future__ import annotations
 

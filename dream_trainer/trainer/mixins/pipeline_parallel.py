@@ -119,12 +119,9 @@ class PipelineParallelMixin(AbstractTrainer):
                 "never work at once. Use at least one per stage."
             )
         connect_copies(self._runtime.registry, self.world, self._runtime.parallel.gradients)
-        models, (last, *_) = (
-            self.named_models(),
-            [stages.ranks[-1] for stages in self._runtime.parallel.stages.values()],
-        )
+        models, stages_of_models = self.named_models(), self._runtime.parallel.stages.values()
         whole = [model for model in models.values() if not is_cut(model)]
-        self._runtime.accumulation.goes_back_here = self.world.stage_rank == last
+        self._runtime.accumulation.goes_back_here = self.world.stage_rank == next(iter(stages_of_models)).ranks[-1]
         self._runtime.accumulation.trains_whole_models = any(map(self.get_optimizers_by_model, whole))
         pipelines: dict[nn.Module, Pipeline] = {}
         verification = self._runtime.parallel.verification

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from dream_trainer.config.device_parameters import SetupConfigMixin
+from dream_trainer.config.device_parameters import DeviceParameters, SetupConfigMixin
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.meta.initialise import default_init, refuse_hidden, refuse_lazy
@@ -47,7 +47,6 @@ from dream_trainer.weights.unloaded_base import frozen_draws
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from dream_trainer.config.device_parameters import DeviceParameters
     from dream_trainer.parallel.verify import Verification
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+from torch.distributed.device_mesh import DeviceMesh
 
 from dream_trainer.checks import listed
 from dream_trainer.config.parallel_parameters import TensorParallelConfigMixin
 from dream_trainer.parallel.axes import TENSOR
 from dream_trainer.parallel.axis import Parallelism
 from dream_trainer.trainer.abstract import AbstractTrainer
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class TensorParallelMixin(AbstractTrainer):

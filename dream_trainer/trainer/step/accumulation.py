@@ -100,9 +100,8 @@ class GradientOrigins:
             if self._has_gradients(optimizer):
                 if not self._backwards and not self._stepped:
                     raise StepError(
-                        f"the window ended with gradients in {self._name(optimizer)}, and neither self.backward(...) "
-                        "nor self.step(...) was called in it. Call self.backward(loss) instead of loss.backward(), and "
-                        "self.step(model, optimizer) instead of optimizer.step()."
+                        f"the window ended with gradients in {self._name(optimizer)}. Call self.backward(loss) instead "
+                        "of loss.backward(), and self.step(model, optimizer) instead of optimizer.step()."
                     )
                 raise StepError(
                     f"the window ended with gradients in {self._name(optimizer)} that no step() used: they would leak "
@@ -144,15 +143,8 @@ Weight = Tensor | float
 
 
 class Accumulation:
-    def __init__(
-        self,
-        devices: DeviceParameters,
-        world: World,
-        registry: Registry,
-        parallel: ParallelModels,
-        warn_once: Callable[[str, str], None],
-    ) -> None:
-        self._world, self._registry, self._warn_once = world, registry, warn_once
+    def __init__(self, devices: DeviceParameters, world: World, registry: Registry, parallel: ParallelModels) -> None:
+        self._world, self._registry = world, registry
         self.loss_scale = LossScale(world.parameter_device) if devices.precision == "fp16" else None  # under fp16
         self._backward_context = without_autocast(devices, world.device)
         self._stages, self._divided_samples = world.stages, world.divided_samples
@@ -162,26 +154,14 @@ class Accumulation:
         self.own = OwnGradients(self._local_gradients)
         self.reduced: dict[Optimizer, int] = {}  # by `reduce_gradients`, each with the backwards before it
         self.losses: list[Tensor] | None = None  # None, and not kept, unless a listener sets a list
-        self.size = 1  # micro-batches of the window, agreed over ranks
-        self.is_last = True  # whether the running micro-batch is the window's last
-        self.batch_weight: Weight | None = None  # the running micro-batch's backward weight, or None
-        self.stepped = False  # whether `step` ran in the window
-        self.is_open = False
-        self.counted_batches = 0  # all but those of `backward(None)`
         self.goes_back_here = True  # whether backwards of models that no stage divides run on this rank
         self.trains_whole_models = False  # whether there are such models in addition to stages
-        self.is_uneven = False  # whether ranks hold different numbers of samples in it
-        self._weighted: bool | None = None
-        self._totals: dict[int, Weight] = {}
-        self._spent: set[int] = set()
         self._only_trained: int | None = None
-        self._batch_is_empty = False
-        self._backwards = self._stepped_backwards = 0
-        self._batch_backwards = 0
-        self._waiting: set[Optimizer] = set()  # those that were to step in the running micro-batch, and wait
-        self._kept: nn.Parameter | None = None  # one whose gradient the next backward adds to
         self._averagings: list[Averaging] = []
         self._overlapping: list[OverlappedAveraging] = []
+        self.start_window(1, is_uneven=False)
+        self.start_batch(is_last=True)
+        self.is_open = False  # there is no window yet
 
     def averages(self, averaging: Averaging, former: Averaging | None) -> None:
         """Notifies `averaging` instead of `former` of backwards and last micro-batches from now on."""
@@ -202,14 +182,14 @@ class Accumulation:
 
     def start_window(self, size: int, *, is_uneven: bool) -> None:
         """A window of `size` micro-batches begins; `is_uneven` if ranks hold different sample counts in it."""
-        self.size = size
-        self.stepped = False
+        self.size = size  # agreed over ranks
+        self.stepped = False  # whether `step` ran in the window
         self.is_open = True
         self.is_uneven = is_uneven
-        self._weighted = None
-        self._kept = None
-        self._totals.clear()
-        self._spent.clear()
+        self._weighted: bool | None = None
+        self._kept: nn.Parameter | None = None  # one whose gradient the next backward adds to
+        self._totals: dict[int, Weight] = {}
+        self._spent: set[int] = set()
         self._local_gradients.ran.clear()
         self._local_gradients.zeros.clear()
         if self.reduced:
@@ -217,16 +197,16 @@ class Accumulation:
             self.own.forget()
         self.origins.start_window()
         self._backwards = self._stepped_backwards = 0
-        self.counted_batches = size
+        self.counted_batches = size  # all but those of `backward(None)`
 
     def start_batch(self, *, is_last: bool) -> None:
-        self.is_last = is_last
-        self.batch_weight = None
+        self.is_last = is_last  # whether the running micro-batch is the window's last
+        self.batch_weight: Weight | None = None  # the running micro-batch's backward weight, or None
         if self.losses is not None:
             self.losses.clear()
         self._batch_backwards = 0
         self._batch_is_empty = False
-        self._waiting.clear()
+        self._waiting: set[Optimizer] = set()  # those that were to step in the running micro-batch, and wait
         if is_last:
             for averaging in self._overlapping:
                 averaging.begin_last_batch()
@@ -242,8 +222,7 @@ class Accumulation:
         if self._kept is not None and self._kept.grad is None and self.origins.one_with_gradient() is None:
             raise StepError(
                 "the gradients of this accumulation window's earlier micro-batches are gone, as after "
-                "optimizer.zero_grad(), and would be missing in its step. Leave zero_grad() out: step() drops "
-                "gradients itself, after the window's last micro-batch."
+                "optimizer.zero_grad(). Leave zero_grad() out: step() drops gradients after the last micro-batch."
             )
         self._count(weight, model)
         watches = self.is_last and self._world.data_size > 1
@@ -280,9 +259,8 @@ class Accumulation:
         """They were to step in the middle of the window, and do at its end: one step each, so one call each."""
         if not self._waiting.isdisjoint(optimizers):
             raise StepError(
-                "step() was called twice for an optimizer in a micro-batch while gradients are accumulated, and only "
-                "the window's last micro-batch makes steps. Use gradient_accumulation_steps=1, or make the further "
-                "turns `if not self.is_accumulating_gradients`."
+                "step() was called twice for an optimizer in a micro-batch before the window's last. Use "
+                "gradient_accumulation_steps=1, or make further turns `if not self.is_accumulating_gradients`."
             )
         self._waiting.update(optimizers)
 
@@ -292,9 +270,8 @@ class Accumulation:
         for optimizer in self.reduced:
             if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
                 raise StepError(
-                    "backward() was called after reduce_gradients(), and would add this rank's gradients to those of "
-                    "the global batch. Call zero_grad() of the optimizer first, as for the second pass of SAM, or call "
-                    "reduce_gradients() after the last backward()."
+                    "backward() was called after reduce_gradients(), whose gradients are those of all ranks. Call "
+                    "zero_grad() before it, as for SAM's second pass, or reduce_gradients() after the last backward()."
                 )
 
     def finish_reduction(self, optimizers: Sequence[Optimizer]) -> None:
@@ -308,8 +285,7 @@ class Accumulation:
         final = [self.reduced.get(optimizer) == self._backwards for optimizer in optimizers]
         if any(final) and not all(final):
             raise StepError(
-                "step() was given optimizers that reduce_gradients() had only some of. Give it all that are stepped "
-                "together."
+                "step() was given optimizers that reduce_gradients() had only some of. Give it all of them together."
             )
         if not all(final):
             if not self.reduced:
@@ -340,9 +316,8 @@ class Accumulation:
                 self._refuse_mixture()
             if self._divided_samples:
                 raise StepError(
-                    f"{self._call}() was called without weight= under {self._divided_samples}, but "
-                    "ranks have different numbers of labels in their parts of a sequence. Pass weight=the number of "
-                    "labels that the loss is the mean of: here, of this rank's part."
+                    f"{self._call}() was called without weight= under {self._divided_samples}, but ranks have "
+                    "different numbers of labels in their parts of a sequence. Pass weight=their number in this part."
                 )
             if self.is_uneven:
                 raise StepError(
@@ -372,15 +347,13 @@ class Accumulation:
         if not self.is_open:
             raise StepError(f"{self._call}() was called between two windows: its gradients would leak into the next.")
         raise StepError(
-            f"backward() was called under {self._world.mesh_shape.setting('pp')}, but no rank has a whole model's "
-            "graph. Call self.forward_backward(model, inputs, targets, loss_fn, weight=...), which returns the loss; "
-            "it does the same in one process."
+            f"backward() was called under {self._world.mesh_shape.setting('pp')}, but no rank has the whole graph. "
+            "Call self.forward_backward(model, inputs, targets, loss_fn, weight=...), also in one process."
         )
 
     def _refuse_mixture(self) -> None:
         raise StepError(
-            f"{self._call}() was called with weight= and without it in one accumulation window. Weight every "
-            "micro-batch, or none."
+            f"{self._call}() was called with and without weight= in one window. Weight every micro-batch, or none."
         )
 
     def _skip_batch(self) -> None:
@@ -410,9 +383,8 @@ class Accumulation:
         """Closes the window and returns whether it counts as an optimizer step."""
         if self._backwards > self._stepped_backwards:
             raise StepError(
-                "the accumulation window ended with backward() but no step() after it: its gradients would "
-                "leak into the next. "
-                "Call self.step(model, optimizer) after backward()."
+                "the accumulation window ended with backward() but no step() after it: its gradients would leak into "
+                "the next. Call self.step(model, optimizer) after backward()."
             )
         if len(self._spent) < len(self._totals):
             unspent = self._totals.keys() - self._spent
@@ -440,20 +412,11 @@ class Accumulation:
 
     def look_at_own_backward(self) -> None:
         """A step found gradients; looks whether `backward` made any of them. Called until a step has some."""
-        if self._backwards or self._world.data_size == 1:
-            return
-        if self._divided_samples:
+        if self._divided_samples and not self._backwards and self._world.data_size > 1:
             raise StepError(
-                f"step() found gradients that self.{self._call}() has not made, under "
-                f"{self._divided_samples}, and ranks have different numbers of labels in their parts of a sequence. "
-                f"Instead of loss.backward() call self.{self._call}() with weight=the number of labels of this part."
+                f"step() found gradients that self.{self._call}() has not made, under {self._divided_samples}. Call it "
+                "instead of loss.backward(), with weight=the number of labels in this part of the sequence."
             )
-        self._warn_once(
-            "own backward",
-            f"step() found gradients that self.{self._call}() has not made, as loss.backward() does. They are averaged "
-            f"over {self._world.data_size} ranks that all count alike, with however many tokens or samples. Call "
-            f"self.{self._call}(loss, weight=their number) in its place; without unequal numbers nothing is wrong.",
-        )
 
     def begin_step(self) -> bool:
         """A step of the window's gradients begins; returns whether it is the first of the window."""
@@ -515,8 +478,7 @@ class OwnGradients:
                 if write_count(mark.parameter) != mark.writes_to_parameter:
                     raise StepError(
                         f"parameters of shape {tuple(mark.parameter.shape)} were changed between two backward() calls "
-                        "or between backward() and step(), while gradients are this rank's own: along them, each "
-                        f"rank's weights would go another way. {_FIX}; or change weights after step()."
+                        f"or before step(), while gradients are this rank's own. {_FIX}; or change them after step()."
                     )
 
     def refuse_changed_gradients(self, optimizers: Iterable[Optimizer]) -> None:
@@ -529,8 +491,7 @@ class OwnGradients:
                 if now is not mark.gradient or write_count(local_tensor(now)) != mark.writes_to_gradient:
                     raise StepError(
                         f"a gradient of shape {tuple(now.shape)} was changed between backward() and step(), when it "
-                        f"is this rank's own: clipped there, each rank's has another norm. {_FIX}; or change it in "
-                        "pre_optimizer_step."
+                        f"is this rank's own. {_FIX}; or change it in pre_optimizer_step."
                     )
 
     def _look_at(self, optimizer: Optimizer) -> list[_Mark]:

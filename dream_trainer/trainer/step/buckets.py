@@ -8,28 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from dream_trainer.compat.pytorch import (
     foreach_copy_,
     foreach_div_,
+    is_dtensor,
     local_tensor,
     local_tensors,
     with_local,
     write_count,
 )
+from dream_trainer.distributed.world import World
 from dream_trainer.errors import StepError
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-    from torch.utils.hooks import RemovableHandle
-
-    from dream_trainer.distributed.world import World
-    from dream_trainer.gradient_state import GradientState
+from dream_trainer.gradient_state import GradientState
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -52,13 +50,12 @@ def make_buckets(
     parameters: Iterable[nn.Parameter], world: World, gradients: GradientState, dtype: torch.dtype | None
 ) -> list[Bucket]:
     """Buckets of those `parameters` whose gradients no backward reduces over ranks."""
-    from torch.distributed.tensor import DTensor
 
     def of_ranks(p: nn.Parameter) -> tuple[dist.ProcessGroup | None, int]:
         # All ranks of a step have a copy of a plain parameter; those of the same data have parts of a split layer.
         if (part := gradients.part(p)) is not None:  # whose gradients are sums over the ranks of other parts already
             return part.copies, 1 if part.copies is None else world.data_size
-        return (world.data_group, world.data_size) if isinstance(p, DTensor) else (world.step_group, world.step_size)
+        return (world.data_group, world.data_size) if is_dtensor(p) else (world.step_group, world.step_size)
 
     def kind(p: nn.Parameter) -> tuple[torch.dtype, dist.ProcessGroup | None, int]:
         return (p.dtype if dtype is None or p.is_complex() else dtype, *of_ranks(p))
@@ -165,8 +162,6 @@ class Averaging:
     def _total(self, slots: Tensor, *, is_carried: bool) -> Tensor:
         """The sum of all ranks' weights; a collective if no bucket carried them."""
         if not is_carried:
-            import torch.distributed as dist
-
             slots = slots.to(self._world.device)
             dist.all_reduce(slots, group=self._world.step_group)
         return slots.double().sum().to(self._world.parameter_device)
@@ -174,15 +169,8 @@ class Averaging:
 
 class Sent:
     def __init__(
-        self,
-        bucket: Bucket,
-        parameters: list[nn.Parameter],
-        weights: Tensor | None,
-        flat: Tensor,
-        device: torch.device,
+        self, bucket: Bucket, parameters: list[nn.Parameter], weights: Tensor | None, flat: Tensor, device: torch.device
     ) -> None:
-        import torch.distributed as dist
-
         locals_ = local_tensors([p if p.grad is None else p.grad for p in parameters])
         sizes = [local.numel() for local in locals_]
         *parts, self._is_there, self._tail = flat.split([*sizes, len(sizes), 0 if weights is None else weights.numel()])
@@ -328,8 +316,7 @@ class OverlappedAveraging(Averaging):
         if parameter not in self._awaited[number]:  # whether or not its bucket has left, which depends on sizes
             raise StepError(
                 f"a second backward in the window's last micro-batch added to a gradient of shape "
-                f"{tuple(parameter.shape)}, which leaves for the other ranks after the first. Add the losses and call "
-                f"backward once. {_REMEDY}"
+                f"{tuple(parameter.shape)}, which leaves after the first. Add the losses, call backward once. {_REMEDY}"
             )
         self._awaited[number].remove(parameter)
         while len(self._sent) < len(self._window) - 1 and not self._awaited[len(self._sent)]:

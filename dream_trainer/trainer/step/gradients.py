@@ -8,29 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from dream_trainer.compat.pytorch import (
-    foreach_div_,
-    foreach_mul_,
-    foreach_norm,
-    local_gradients,
-)
+from dream_trainer.compat.pytorch import foreach_div_, foreach_mul_, foreach_norm, is_dtensor, local_gradients
+from dream_trainer.config.device_parameters import DeviceParameters
+from dream_trainer.distributed.world import World
 from dream_trainer.gradient_state import GradientState
 from dream_trainer.modules.precision import reduce_dtype
 from dream_trainer.optim.muon import Muon
 from dream_trainer.trainer.step.buckets import Averaging, OverlappedAveraging, make_buckets
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-    from dream_trainer.config.device_parameters import DeviceParameters
-    from dream_trainer.distributed.world import World
 
 
 @dataclass(frozen=True)
@@ -76,8 +67,6 @@ def plan_step(
     optimizers: Sequence[Optimizer], world: World, gradients: GradientState, devices: DeviceParameters
 ) -> StepPlan:
     """Makes the plan for stepping `optimizers` together; `devices` says how gradients cross ranks."""
-    from torch.distributed.tensor import DTensor
-
     # Frozen ones too: they may be unfrozen later, and cost nothing while they have no gradient.
     by_id = {id(p): p for o in optimizers for g in o.param_groups for p in g["params"]}
     parameters = list(by_id.values())
@@ -88,7 +77,7 @@ def plan_step(
         is_sum = part is not None and (id(parameter) in gradients.shared or part.copies is None)
         divisor = part.divisor if part is not None and is_sum else 1
         first, *_ = gradients.tied.get(id(parameter), (world.stage_rank,))
-        kind = copies_of(parameter, world.step_size), isinstance(parameter, DTensor), divisor, first == world.stage_rank
+        kind = copies_of(parameter, world.step_size), is_dtensor(parameter), divisor, first == world.stage_rank
         kinds.setdefault(kind, []).append(parameter)
     dtypes = {p.dtype for p in parameters}
     # A rank without parameters has the norm of the other stages', of whatever type.
@@ -113,28 +102,24 @@ def plan_step(
         n_groups=group_sizes(optimizers),
         dtype=dtype,
         one_dtype=len(dtypes) == 1,
-        is_mixed=len({isinstance(gradients.shard_of.get(id(p), p), DTensor) for p in parameters}) == 2,
+        is_mixed=len({is_dtensor(gradients.shard_of.get(id(p), p)) for p in parameters}) == 2,
         ranks=world.step_group,
     )
 
 
 def guards_itself(optimizer: Optimizer, shard_of: Mapping[int, nn.Parameter]) -> bool:
     """Whether `found_inf` makes the optimizer leave weights and state unchanged, on the device, without a host read."""
-    from torch.distributed.tensor import DTensor
-
     if type(optimizer) is Muon:
         return True
     parameters = [shard_of.get(id(p), p) for group in optimizer.param_groups for p in group["params"]]
-    sharded = any(isinstance(p, DTensor) for p in parameters)
+    sharded = any(is_dtensor(p) for p in parameters)
     kinds = (Adam, AdamW) if sharded else (Adam, AdamW, SGD, Adagrad)
     return type(optimizer) in kinds and all(group.get("fused") for group in optimizer.param_groups)
 
 
 def copies_of(parameter: nn.Parameter, n_ranks: int) -> int:
     """How many of `n_ranks` ranks hold each element of `parameter`: all of the world, or those of a step."""
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return n_ranks
     mesh = parameter.device_mesh
     cuts = 1
@@ -181,8 +166,6 @@ def global_norm(
     lacking: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor | None, list[int]]:
     """Norm and total weight, 0-dim, and which of `lacking` no rank used (a wait for the device); one all-reduce."""
-    import torch.distributed as dist
-
     sums = torch.zeros(2 + len(plan.shared), dtype=torch.float64, device=device)
     sums[2:] = 1.0
     if lacking:
@@ -202,8 +185,6 @@ def global_norm(
 
 def norm_over_stages(norm: Tensor, stages: dist.ProcessGroup) -> Tensor:
     """The 2-norm over all stages, of each one's norm; a collective."""
-    import torch.distributed as dist
-
     square = norm.double().square()
     dist.all_reduce(square, group=stages)
     return square.sqrt().to(norm.dtype)

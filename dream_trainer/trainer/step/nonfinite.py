@@ -117,14 +117,7 @@ class NonFiniteGuard:
                 "fused=True where the optimizer has it.",
             )
 
-    def step(
-        self,
-        optimizers: Sequence[Optimizer],
-        norm: Tensor,
-        empty: Tensor | bool,
-        *,
-        can_rerun: bool,
-    ) -> bool:
+    def step(self, optimizers: Sequence[Optimizer], norm: Tensor, empty: Tensor | bool, *, can_rerun: bool) -> bool:
         """Steps unless the norm is not finite or the total weight is 0; returns whether the host knows of a skip."""
         if empty is True:
             self._progress.skipped_steps += 1
@@ -238,8 +231,7 @@ class NonFiniteGuard:
         if self._in_a_row > self._limit:
             raise NonFiniteError(
                 f"the gradient norm was {value} at step {step}, for more than max_nonfinite={self._limit} "
-                f"{what} in a row. "
-                "Lower the learning rate, clip gradients, or look at the data."
+                f"{what} in a row. Lower the learning rate, clip gradients, or look at the data."
             )
 
 

@@ -85,7 +85,7 @@ class OptimizerStep:
         self._before_step, self._after_step = before, after
         # Listeners may change gradients, so the norm is computed again: on all ranks, even if only rank 0 listens.
         self._renormalises, self._others_may_change = is_heard
-        self.before_update: Callable[[], None] = _nothing  # called before weights change
+        self.before_update: Callable[[], None] = lambda: None  # called before weights change
         self.had_gradients = False  # whether any step so far had a gradient
         self.times_stepped: Counter[int] = Counter()  # by `id` of an optimizer or scheduler
         self._pairs: set[tuple[nn.Module, tuple[Optimizer, ...]]] = set()  # that belong together
@@ -296,8 +296,7 @@ class OptimizerStep:
             if parameter.grad is not None and id(parameter) not in self._local_gradients.zeros:
                 raise StepError(
                     f"{self._names_of(parameter)} has a gradient of code that took its shard (to_local, "
-                    "redistribute), and this is not this rank's part of the whole gradient. Compute with the parameter "
-                    "itself."
+                    "redistribute), no part of the whole gradient. Compute with the parameter itself."
                 )
             parameter.grad = None
         for place in set(lacking).difference(unused):
@@ -306,8 +305,7 @@ class OptimizerStep:
                 raise StepError(
                     f"other ranks ran the block of {self._names_of(parameter)} in this window, and rank "
                     f"{self._world.rank} did not. Blocks are gathered from all ranks: run each on every rank (times 0 "
-                    "if unwanted), or draw the choice from a seed that all ranks share. Or keep the model whole "
-                    "(dp_shard=1)."
+                    "if unwanted), choose by a seed that all ranks share, or keep the model whole (dp_shard=1)."
                 )
         return norm, total
 
@@ -348,6 +346,3 @@ class OptimizerStep:
     def _scalar(self, value: float) -> Tensor:
         """A 0-dim tensor, created on the device: a copy from the host would wait."""
         return torch.full((), value, dtype=self._scalar_dtype, device=self._device)
-
-
-def _nothing() -> None: ...

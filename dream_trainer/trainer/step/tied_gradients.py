@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from dream_trainer.compat.pytorch import local_tensor, with_local, write_count
+from dream_trainer.compat.pytorch import is_dtensor, local_tensor, with_local, write_count
+from dream_trainer.distributed.world import World
 from dream_trainer.errors import HookError, StepError
+from dream_trainer.gradient_state import GradientState
 from dream_trainer.parallel.sharding import Tie, is_cut, ties_in
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-    from dream_trainer.distributed.world import World
-    from dream_trainer.gradient_state import GradientState
-    from dream_trainer.trainer.registry import Registry
-    from dream_trainer.trainer.step.accumulation import Accumulation
+from dream_trainer.trainer.registry import Registry
+from dream_trainer.trainer.step.accumulation import Accumulation
 
 _FIXES = ("Put it into the same group", "Have it split alike")
 
@@ -67,30 +65,24 @@ def ties_of_models(registry: Registry) -> dict[tuple[str, ...], tuple[Tie, nn.Pa
 
 
 def _layout(parameter: nn.Parameter) -> str:
-    from torch.distributed.tensor import DTensor
-
-    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    placements = parameter.placements if is_dtensor(parameter) else ()
     return f"of the shape {list(parameter.shape)}, {' '.join(map(str, placements)) or 'whole'}"
 
 
+@dataclass(eq=False, repr=False)
 class TiedGradients:
     """Adds up the gradients of copies, in one order on all ranks, so that they are equal to the bit."""
 
-    def __init__(
-        self,
-        registry: Registry,
-        world: World,
-        stages: dist.ProcessGroup,
-        gradients: GradientState,
-        accumulation: Accumulation,
-    ) -> None:
-        self._registry, self._world, self._stages = registry, world, stages
-        self._gradients, self._accumulation = gradients, accumulation
-        self._agreed: set[int] = set()
-        self._trained: set[int] = set()  # of this rank's copies, which were so in their last step
-        self._ties: dict[tuple[str, ...], tuple[Tie, nn.Parameter | None]] | None = None
-        self._with_buffers: list[nn.Module] | None = None  # of models that are whole, since the first step
-        self._counts: list[list[tuple[int, int]]] = []  # of the buffers of whole models, when they were last equal
+    _registry: Registry
+    _world: World
+    _stages: dist.ProcessGroup
+    _gradients: GradientState
+    _accumulation: Accumulation
+    _agreed: set[int] = field(default_factory=set)
+    _trained: set[int] = field(default_factory=set)  # of this rank's copies, which were so in their last step
+    _ties: dict[tuple[str, ...], tuple[Tie, nn.Parameter | None]] | None = None
+    _with_buffers: list[nn.Module] | None = None  # of models that are whole, since the first step
+    _counts: list[list[tuple[int, int]]] = field(default_factory=list)  # of their buffers, when they were last equal
 
     def add_up(self, tied: Sequence[tuple[nn.Parameter, tuple[int, ...]]], number: int) -> None:
         """Adds up the gradients of `tied`; all ranks compare what is stepped for the first time."""
@@ -131,8 +123,6 @@ class TiedGradients:
         """Sends whole models' gradients from the rank that ran their backward to all others."""
         if not parameters:
             return
-        import torch.distributed as dist
-
         # On the host, without waiting for the device: the other ranks have no gradients, and ask which exist.
         goes_back = bool(self._accumulation.goes_back_here)  # other ranks' gradients would be duplicates
         has_gradient = torch.tensor([goes_back and p.grad is not None for p in parameters])
@@ -154,8 +144,6 @@ class TiedGradients:
 
     def _share_buffers(self) -> None:
         """Sends the changes that losses made to whole models on the last stage to all other ranks."""
-        import torch.distributed as dist
-
         if self._with_buffers is None:
             whole = [model for model in self._registry.models().values() if not is_cut(model)]
             parts = [module for model in whole for module in model.modules()]
@@ -191,8 +179,6 @@ class TiedGradients:
 
 def _add_up(parameter: nn.Parameter, ranks: tuple[int, ...], stages: dist.ProcessGroup, device: torch.device) -> int:
     """Gives `parameter` the sum of its copies' gradients; returns how many are trained, if this one is frozen."""
-    import torch.distributed as dist
-
     is_trained = parameter.requires_grad
     has_gradient = is_trained and parameter.grad is not None
     own = local_tensor(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
