@@ -95,7 +95,7 @@ class PlainState:
             self._walk("the loader", loader, 0)
         modules = {id(each): vars(each) for each in [*sys.modules.values()] if isinstance(each, ModuleType)}
         for names in modules.values():
-            if _is_own_file(file := names.get("__file__")):
+            if _is_own_file(file := names.get("__file__", "")):
                 self._walk_names(f"{Path(file).name} (global): ", names, ("__",))
         return self._found
 
