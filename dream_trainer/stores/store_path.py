@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path, PosixPath
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from dream_trainer.errors import ConfigError
 from dream_trainer.stores.object_store import SCHEMES, ObjectStore, StoredEntry, open_store
@@ -106,7 +106,7 @@ class StorePath(PosixPath):
             self._refuse()
         return StoreStream(self.store, self.key, self.stat().st_size)
 
-    def _itself(self, *args: Any, **kwargs: Any) -> StorePath:
+    def _itself(self, *args: Any, **kwargs: Any) -> Self:
         return self
 
     resolve = absolute = expanduser = _itself
