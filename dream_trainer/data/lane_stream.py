@@ -115,7 +115,6 @@ class Lane:
         self.calls = SampleCalls(seed, number, loader.max_skipped, start.skipped)
         self._loader = loader
         self._shards = plan.shards(number)
-        self._numbers = seed, number
         self._state = start
         self._block_size = block_size(loader.transforms)
         self._reader: StatefulLoader | None = None
@@ -149,7 +148,7 @@ class Lane:
                 if state.yielded_in_epoch == 0:
                     names = ", ".join(self._loader.source.name(shard) for shard in self._shards[:3])
                     raise DataError(
-                        f"lane {self._numbers[1]} yielded no sample in a whole pass over its shards ({names}): the "
+                        f"lane {self.calls.lane} yielded no sample in a whole pass over its shards ({names}): the "
                         "transforms keep none. Check the filters, or use fewer lanes."
                     )
                 state.epoch, state.place, state.yielded_in_epoch = state.epoch + 1, 0, 0
@@ -181,9 +180,8 @@ class Lane:
     def _order(self, epoch: int) -> Sequence[int]:
         if not self._loader.shuffle_shards:
             return self._shards
-        seed, lane = self._numbers
-        order = random_order(len(self._shards), hash_seed(b"shards", seed, lane, epoch)).tolist()
-        return [self._shards[place] for place in order]
+        order = random_order(len(self._shards), hash_seed(b"shards", self.calls.seed, self.calls.lane, epoch))
+        return [self._shards[place] for place in order.tolist()]
 
 
 def opened(source: ShardedSource, shard: int, epoch: int, state: Any) -> tuple[StatefulLoader, Iterator[Any]]:
@@ -468,7 +466,7 @@ class Mark(NamedTuple):
     reports: list[str]
 
 
-# A batch, what it tells of its lanes, and None; or at a pass's end only why it is the end
+# A batch, what it tells of its lanes, and None. At a pass's end, only why it is the end
 Loaded = tuple[Any, list[Mark], str | None]
 
 

@@ -152,7 +152,7 @@ class ShardReader:
             self.dataset_changed()
 
     def batches(self, epoch: int, first: int, end: int) -> Iterator[Any]:
-        """This rank's batches of the positions from `first` up to `end` in `epoch`'s order; ends those before."""
+        """This rank's batches of the positions from `first` up to `end` in `epoch`'s order. Ends those before."""
         if self._torch_loader is None:
             self._torch_loader = worker_loader(
                 self.keyed_dataset,
@@ -177,7 +177,7 @@ class ShardReader:
             yield batch
 
     def newest_mark(self, position: int) -> Any:
-        """The mark of the last batch that ends at or before `position`; None if it had none."""
+        """The mark of the last batch that ends at or before `position`; or None."""
         return next((mark for end, mark in reversed(self.marks) if end <= position), None)
 
     @property

@@ -129,7 +129,7 @@ class GroupStream(TrainStream):
             )
         self._epoch = self._windows = 0
         self._leader: str | None = None  # the loader that ended first: the shortest
-        self._samples: int | None = 0  # of all ranks in this pass; None once a window did not know its own
+        self._samples: int | None = 0  # of all ranks in this pass, or None once a window did not know its own
         # The ends of the last windows, and how many there were: a checkpoint may be of the last but one.
         self._places: deque[tuple[DataPosition, int, list[Place]]] = deque(maxlen=3)
         self._note_places(start.position)
@@ -319,7 +319,7 @@ class GroupStream(TrainStream):
         return self._leader is not None and self._end == "shortest" and ends.get(self._leader, False)
 
     def _look(self, part: Member) -> bool:
-        """Looks for the loader's next window; False where its pass has ended, which is counted once."""
+        """Looks for the loader's next window; False if its pass has ended, which is counted once."""
         if part.window is None and (not part.place.at_end or part.place.is_counted):
             part.window = self._pull(part) or (self._pull(part) if part.place.is_counted else None)
         if part.window is None:

@@ -32,7 +32,7 @@ def probed(readers: Mapping[str, ShardReader], *, times: int = 1) -> dict[str, l
     summaries: dict[str, list[Summary]] = {}
     for name, reader in readers.items():
         loader, data = reader.loader, KeyedDataset(reader.loader.dataset, summary, reader.seed)
-        keys = [(0, [index]) for index in sorted({0, len(data) - 1} - {ENDLESS - 1}) for _ in range(times)]
+        keys = [(0, [index]) for index in sorted({0, len(loader.dataset) - 1} - {ENDLESS - 1}) for _ in range(times)]
         loaded: Iterator[Any] = map(data.__getitems__, keys)
         if loader.num_workers > 0 and not draws_nothing(loader.dataset):
             options = {"batch_sampler": keys, "num_workers": 1, "pin_memory": False}
@@ -94,12 +94,9 @@ def _collect_array(name: str, values: np.ndarray, found: Summary) -> None:
 def differing(summaries: Sequence[Summary]) -> dict[str, int]:
     """The parts that differ between summaries, each with the first rank whose part is not rank 0's."""
     names = dict.fromkeys(name for rank_summary in summaries for name in rank_summary)
-    others = {name for name in names if not name.endswith("(text)")}
     first = summaries[0]
     rank_of_name: dict[str, int] = {}
-    for name in names:
-        if others and name not in others:
-            continue
+    for name in [name for name in names if not name.endswith("(text)")] or names:
         differs = [not _alike(first.get(name), rank_summary.get(name)) for rank_summary in summaries]
         if any(differs):
             rank_of_name[name] = differs.index(True)

@@ -31,7 +31,7 @@ class SampleCount:
         self._warn = warn
 
     def __call__(self, batch: Any, declared: int | None = None) -> int:
-        """The user's count; or the number of graphs or packed sequences, or the first dimension of the first tensor."""
+        """The user's count, or the number of graphs or packed sequences, or the first dimension of the first tensor."""
         if self.own is not None:
             return whole_number(self.own(batch), "batch_size", batch)
         counts, lists = _counts(batch)

@@ -148,9 +148,6 @@ class KeyedDataset(Dataset[Any]):
         self._drawn: set[str] | None = None
         self._watched: WatchedSeeds | None = None
 
-    def __len__(self) -> int:
-        return len(self.dataset)
-
     def __getitems__(self, key: BatchKey) -> Any:
         """Result of `load`, with an OrderedDataset's mark; `DataLoader` calls this method."""
         batch = self.load(key)

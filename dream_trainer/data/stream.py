@@ -196,7 +196,7 @@ class ForeignStream(TrainStream):
     # -- without it
 
     def _read_again(self, position: DataPosition, rank_state: dict[str, Any] | None) -> None:
-        samples: int | None = None  # to read; None where they are not counted
+        samples: int | None = None  # to read, or None where they are not counted
         if self.count is not None and rank_state is not None:
             samples = rank_state.get("samples") or None
         elif self.count is not None:
@@ -256,7 +256,7 @@ def train_stream(
     """
 
     def open_one(loader: object, seed: int, count: SampleCount | None, name: str | None = None) -> TrainStream:
-        """The stream over one loader; with the `name` it has in a group, it has whole windows only."""
+        """The stream over one loader. With the `name` it has in a group, it has whole windows only."""
         if isinstance(loader, StreamLoader):
             return LaneStream(loader, accumulation=accumulation, dp_rank=dp_rank, dp_size=dp_size, seed=seed)
         ours = loader if isinstance(loader, DistributedDataLoader) else rebuild(loader)

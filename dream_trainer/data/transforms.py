@@ -154,7 +154,7 @@ class StageCalls:
     stage: int
 
     def __call__(self, function: Callable[[Any], Any], item: Item) -> list[Any]:
-        """The function's result; none if it raised, and the sample is skipped."""
+        """The function's result, or none if it raised, and the sample is skipped."""
         seed_cpu(self.seed(item))
         try:
             return [function(item.value)]

@@ -32,7 +32,7 @@ Document = tuple[NDArray[Any], NDArray[Any] | None]  # its token ids, and the we
 
 
 def pack_best_fit(lengths: NDArray[Any], row_length: int, first: int = 0) -> list[Row]:
-    """Packs documents, numbered from `first` on, by best fit; takes about a microsecond per piece."""
+    """Packs documents, numbered from `first` on, by best fit. Takes about a microsecond per piece."""
     rows: list[Row] = []
     # (room, row) in one integer each, rising: the first that is not below (size, 0) is the fullest row with room.
     open_rows: list[int] = []
@@ -51,7 +51,7 @@ def pack_best_fit(lengths: NDArray[Any], row_length: int, first: int = 0) -> lis
 
 
 def pack_concatenated(lengths: NDArray[Any], row_length: int, first: int = 0) -> list[Row]:
-    """Puts documents one behind the other and cuts where a row ends; only the last row can have room left."""
+    """Puts documents one behind the other and cuts where a row ends. Only the last row can have room left."""
     rows: list[Row] = []
     room = 0
     for document, length in enumerate(lengths.tolist(), first):
@@ -110,7 +110,7 @@ class RowFormat:
     def row(
         self, pieces: Row, loaded: Mapping[int, Document] | Sequence[Document], room: int | None
     ) -> dict[str, Tensor]:
-        """The pieces of `loaded` documents, with `room` for tokens; None makes the row as long as its tokens."""
+        """The pieces of `loaded` documents, with `room` for tokens. None makes the row as long as its tokens."""
         sizes = [size for _, _, size in pieces]
         length = sum(sizes)
         tokens = np.full(room or length, self.pad_id, dtype=np.int64)
@@ -243,7 +243,7 @@ class DocumentRows(OrderedDataset):
         """The order in which packed rows come."""
 
     def __len__(self) -> int:
-        """Rows of a pass, counted from all lengths at about 1 us each; ENDLESS if the documents never end."""
+        """Rows of a pass, counted from all lengths at about 1 us each. ENDLESS if the documents never end."""
         return ENDLESS if self._is_endless else self._first_rows()[-1]
 
     def begin(self, seed: int, state: dict[str, Any] | None) -> None:
@@ -290,10 +290,9 @@ class DocumentRows(OrderedDataset):
     def numbers_at(self, position: int, mark: Any = None) -> Mapping[str, float]:
         number, first_row = self._anchor_at(position, mark)
         document = number * self.documents_per_block
-        if mark is not None:
-            share = (position - first_row) / mark[2] if number == mark[0] else 0.0
+        if mark is not None and number == mark[0]:
             of_block = min(self.documents_per_block, len(self.documents) - document)
-            document += round(share * of_block)
+            document += round((position - first_row) / mark[2] * of_block)
         return self.documents.numbers_at(document)
 
     @property
