@@ -139,8 +139,7 @@ class ShardReader:
         self._torch_loader: DataLoader[Any] | None = None
         self._iterator: Iterator[Any] | None = None
         self.ordered = loader.dataset if isinstance(loader.dataset, OrderedDataset) else None
-        # Of an OrderedDataset, with the ends of their batches, for the windows that a checkpoint may be of.
-        self.marks: deque[tuple[int, Any]] = deque(maxlen=4096)
+        self.marks: deque[tuple[int, Any]] = deque()  # of an OrderedDataset, with the ends of their batches
         self.begin(0, None)
 
     def begin(self, epoch: int, state: dict[str, Any] | None) -> None:
@@ -179,6 +178,10 @@ class ShardReader:
     def newest_mark(self, position: int) -> Any:
         """The mark of the last batch that ends at or before `position`; or None."""
         return next((mark for end, mark in reversed(self.marks) if end <= position), None)
+
+    def forget_marks_before(self, position: int) -> None:
+        while len(self.marks) > 1 and self.marks[1][0] <= position:
+            self.marks.popleft()
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -379,7 +379,9 @@ class ShardStream(TrainStream):
 
     def _look_for_changes(self, ordered: OrderedDataset) -> None:
         samples, reader = self._position.samples, self.reader
-        if self._iterator is None:
+        if self._iterator is not None:
+            reader.forget_marks_before(samples)
+        else:
             if self._ended is not None:
                 self._state_before, self._numbers_before = self.state_at(self._ended), self.numbers_at(self._ended)
                 self._ended = None
