@@ -277,22 +277,22 @@ def test_an_event_is_the_same_for_callbacks_and_the_trainer(event: str) -> None:
 
 # To be lowered as release 0.4 goes on; docs/baseline.md has where they are to end.
 MOST = {
-    "files of the package": 232,
-    "lines of the package": 46_173,
-    "lines of testing/ and planning/": 3_560,
-    "`raise` statements": 703,
-    "modules under 60 lines": 16,
+    "files of the package": 228,
+    "lines of the package": 44_245,
+    "lines of testing/ and planning/": 3_058,
+    "`raise` statements": 690,
+    "modules under 60 lines": 15,
     "modules with one importer, in their folder": 11,
-    "modules in the largest folder": 22,
+    "modules in the largest folder": 21,
     "largest import cycle, types included": 3,
     "constructors that take a trainer": 0,
     "`trainer._x`": 0,
     "files that name an axis": 6,
     "stack walks": 1,
-    "`WeakKeyDictionary` and `WeakTensorKeyDictionary`": 2,
+    "`WeakKeyDictionary` and `WeakTensorKeyDictionary`": 1,
     "`global` statements": 2,
     "files that import ctypes": 0,
-    "lines of tests": 57_264,
+    "lines of tests": 57_242,
 }
 
 
