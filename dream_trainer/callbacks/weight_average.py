@@ -521,7 +521,8 @@ class SWA(WeightAverage):
         start: Steps or epochs completed when the first weights are taken; at least 1.
         every: Steps or epochs between two; at least 1.
         unit: "epochs", or "steps" for optimizer steps (`global_step`).
-        models, validate: As those of `EMA`, with its errors.
+        models: As for `EMA`.
+        validate: As for `EMA`, with its errors.
 
     Example:
         ```python

@@ -43,8 +43,8 @@ class PlanError(DreamTrainerError):
 class PlannedWorld(World):
     """A rank whose collectives return at once: all the others say what this one says."""
 
-    sent_numbers: list[int] | None = None  # what this stage of a pipeline told the next one of what it sends
-    known_numbers: list[int] | None = None  # what the first stage tells, and so all are taken to tell
+    sent_numbers: list[int] | None = None  # those that this stage of a pipeline sent to the next
+    known_numbers: list[int] | None = None  # those of the first stage, taken for all
 
     @override
     def _make_default_group(self, timeout: timedelta) -> None:

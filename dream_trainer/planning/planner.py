@@ -31,7 +31,7 @@ from dream_trainer.weights.export_files import parse_size
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlan(StepMeasure):
-    """What one rank holds and sends in a step."""
+    """One rank's memory and traffic in a step."""
 
     trainer: str
     rank: int
@@ -40,7 +40,7 @@ class RankPlan(StepMeasure):
     settings: dict[str, Any]
     """The config's values that a smaller peak would change, and the parts of a batch in a pipeline."""
     numbers: list[int] | None = None
-    """What the first stage of a pipeline tells the next one."""
+    """The numbers that the first stage of a pipeline sends to the next."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,11 +173,11 @@ class MeshPlan:
     memory: int | None = None
     """Bytes of a device; None if nothing was asked."""
     tried: list[Tried] = field(default_factory=list)
-    """What was tried where it does not fit."""
+    """Changes that were tried for a rank that does not fit."""
     meshes: list[Tried] = field(default_factory=list)
-    """What a search has planned: those that fit first, the cheapest of them at the top."""
+    """Meshes of a search: those that fit first, the cheapest of them at the top."""
     rates: Rates = field(default_factory=Rates)
-    """What the costs of meshes are counted with."""
+    """Rates for the costs of meshes."""
 
     @property
     def fits(self) -> bool | None:
@@ -217,7 +217,7 @@ def plan_ranks(job: RankJob, rank: int | None = None) -> dict[int, RankPlan]:
     size, plans = job.world_size, dict[int, RankPlan]()
     refuse(not 0 < size <= MOST_RANKS, f"--world {size} is not between 1 and {MOST_RANKS} ranks.")
     refuse(rank is not None and not 0 <= rank < size, f"--rank {rank} is none of the {size} ranks.")
-    preload()  # what each forked process needs
+    preload()
     for number in dict.fromkeys([0, size - 1] if rank is None else [rank]):
         _tell(f"rank {number} of {size}")
         plans[number] = plan_rank(replace(job, rank=number), plans.get(0))
@@ -314,7 +314,7 @@ def _searched(given: RankPlan, job: RankJob, memory: int, rates: Rates) -> list[
 
 
 def _cost_of(plan: RankPlan, rates: Rates) -> Cost:
-    """What the operations and the bytes of a plan take."""
+    """Seconds for the operations and bytes of a plan."""
     settings, mesh = plan.settings, plan.mesh
     waits = 1 + (mesh["pp"] - 1) / settings["parts"]
     return Cost(

@@ -35,7 +35,7 @@ TEMPORARIES = "temporaries"  # made in backward or by the optimizer, and of no o
 
 @dataclass(slots=True, eq=False)
 class Label:
-    """What a storage is for; may be found out after it was made."""
+    """A storage's purpose, which may be found out later."""
 
     kind: str
     module: str

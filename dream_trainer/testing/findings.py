@@ -492,7 +492,7 @@ STAGES = {  # in the order of their computation
 
 
 class Difference(NamedTuple):
-    """What is not the same bit for bit."""
+    """A difference in bits."""
 
     step: int
     stage: str

@@ -138,7 +138,7 @@ def overridden(config: Any, program: Program) -> Any:
 
 
 def move(config: Any, runs_dir: str, callback: Any, saves: dict[str, Any]) -> None:
-    """Has a run write to another directory: its log, and what it is told to save, of which everything is kept."""
+    """Makes a run write its log and all checkpoints that it is told to save to another directory."""
     config.runs_dir = runs_dir
     config.callbacks.add_default(callback)
     unset = dict.fromkeys(("directory", "local_directory", "save_local_every_n_steps", "save_every_n_steps"))

@@ -30,7 +30,7 @@ NAMES = ("project", "group", "experiment")
 
 @dataclass(frozen=True)
 class Replayed:
-    """What came out of the same steps again."""
+    """The result of the same steps, run again."""
 
     is_equal: bool
     told: list[str]
@@ -153,7 +153,7 @@ class _ReplayedTrainer(BaseTrainer):
         if self.config.callbacks.get(_Interval) is not None:
             self.close()
             sys.stdout.flush()
-            os._exit(0)  # what the program does with a trained model is not replayed
+            os._exit(0)  # use of the trained model is not replayed
 
 
 def main() -> None:

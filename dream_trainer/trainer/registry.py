@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.nn as nn
@@ -49,10 +49,16 @@ class Registry:
 
     def metrics(self) -> dict[str, Any]:
         """torchmetrics objects by attribute name; those in lists and dicts, modules or not, as `name.key`."""
+        return self._metrics_in(self._public_attributes())
+
+    def metrics_also_private(self) -> list[Any]:
+        return list(self._metrics_in(self._attributes.items()).values())
+
+    def _metrics_in(self, attributes: Iterable[tuple[str, Any]]) -> dict[str, Any]:
         torchmetrics = sys.modules.get("torchmetrics")
         if torchmetrics is None:
             return {}
-        return self._named_by_type((torchmetrics.Metric, torchmetrics.MetricCollection))
+        return self._named_by_type((torchmetrics.Metric, torchmetrics.MetricCollection), attributes)
 
     def optimizers_of(self, model: nn.Module) -> list[Optimizer]:
         parameters = {id(parameter) for parameter in model.parameters()}
@@ -103,10 +109,10 @@ class Registry:
                             f"({type(item).__name__}): the trainer would neither shard nor save it. Use {kind}."
                         )
 
-    def _named_by_type(self, kinds: Any) -> dict[str, Any]:
+    def _named_by_type(self, kinds: Any, attributes: Iterable[tuple[str, Any]] | None = None) -> dict[str, Any]:
         """Objects of `kinds`, keyed by first name: an object with two names is one object, saved once."""
         found: dict[str, Any] = {}
-        for name, value in self._public_attributes():
+        for name, value in self._public_attributes() if attributes is None else attributes:
             if isinstance(value, kinds):
                 found[name] = value
             elif isinstance(value, Mapping) or type(value) is nn.ModuleDict:

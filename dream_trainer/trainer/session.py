@@ -184,7 +184,7 @@ def close(runtime: Runtime) -> None:
 
 def _build_step(runtime: Runtime) -> None:
     config, world, registry, parallel = runtime.config, runtime.world, runtime.registry, runtime.parallel
-    accumulation = Accumulation(config.device_parameters, world, registry, parallel)
+    accumulation = Accumulation(config.device_parameters, world, registry, parallel, runtime.warn_once)
     loss_scale = accumulation.loss_scale
     guard = NonFiniteGuard(config.training_parameters, world, runtime.progress, loss_scale, runtime.warn_once)
     events = ("pre_optimizer_step", "post_optimizer_step")

@@ -21,6 +21,7 @@ from dream_trainer.modules.metrics import MetricStates, computed, updates
 @dataclass(eq=False)
 class ValidationMetrics:
     metrics: Callable[[], dict[str, Any]]
+    also_private: Callable[[], list[Any]]
     world: Ranks
     say_once: Callable[[str, str], None]
 
@@ -62,7 +63,7 @@ class ValidationMetrics:
     @contextmanager
     def padding(self) -> Iterator[None]:
         """A padding batch counts for nothing: metrics are as before at the end."""
-        states = MetricStates([*self.metrics().values()])
+        states = MetricStates(self.also_private())
         try:
             yield
         finally:

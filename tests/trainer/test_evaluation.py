@@ -184,6 +184,7 @@ class Measured(small.Validates):
         # These keep what they get in lists, which are empty or shorter on some ranks.
         self.curves = MetricCollection({"auroc": BinaryAUROC(), "precision": BinaryAveragePrecision()}, prefix="curve_")
         self.entries, self.never = sum_of_entries(), BinaryAUROC()
+        self._own_entries = SumMetric()
         self.mae = MeanAbsoluteError().set_dtype(torch.float64)
         self.more = MetricCollection({"pearson": PearsonCorrCoef().set_dtype(torch.float64)})
         self.kept = nn.ModuleDict({"mse": MeanSquaredError().set_dtype(torch.float64)})
@@ -195,10 +196,13 @@ class Measured(small.Validates):
         self.kept["mse"].update(prediction, batch[1])
         self.curves.update(prediction.flatten().sigmoid(), (batch[2] % 2).flatten())
         self.entries.update(batch[2])
+        self._own_entries.update(batch[2].sum())
         return super().validation_step(batch, batch_idx)
 
     def post_val_epoch(self, metrics: dict[str, float]) -> None:
         self.metrics = metrics
+        assert float(self._own_entries.compute()) == metrics["val/entries"]
+        self._own_entries.reset()
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Any:
         return self.model(batch[0])

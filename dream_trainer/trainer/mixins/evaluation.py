@@ -127,7 +127,8 @@ class EvalMixin(AbstractTrainer):
 
     def _finish_setup(self) -> None:
         super()._finish_setup()
-        metrics = ValidationMetrics(self.named_metrics, self.world, self.warn_once)
+        registry = self._runtime.registry
+        metrics = ValidationMetrics(self.named_metrics, registry.metrics_also_private, self.world, self.warn_once)
         self.__validation_metrics = self._runtime.validation_metrics = metrics
         parameters: EvalParameters = self._runtime.config.eval_parameters
         modes = self._best_modes()

@@ -143,8 +143,15 @@ Weight = Tensor | float
 
 
 class Accumulation:
-    def __init__(self, devices: DeviceParameters, world: World, registry: Registry, parallel: ParallelModels) -> None:
-        self._world, self._registry = world, registry
+    def __init__(
+        self,
+        devices: DeviceParameters,
+        world: World,
+        registry: Registry,
+        parallel: ParallelModels,
+        warn_once: Callable[[str, str], None],
+    ) -> None:
+        self._world, self._registry, self._warn_once = world, registry, warn_once
         self.loss_scale = LossScale(world.parameter_device) if devices.precision == "fp16" else None  # under fp16
         self._backward_context = without_autocast(devices, world.device)
         self._stages, self._divided_samples = world.stages, world.divided_samples
@@ -412,11 +419,19 @@ class Accumulation:
 
     def look_at_own_backward(self) -> None:
         """A step found gradients; looks whether `backward` made any of them. Called until a step has some."""
-        if self._divided_samples and not self._backwards and self._world.data_size > 1:
+        if self._backwards or self._world.data_size == 1:
+            return
+        found = f"step() found gradients that self.{self._call}() has not made"
+        if self._divided_samples:
             raise StepError(
-                f"step() found gradients that self.{self._call}() has not made, under {self._divided_samples}. Call it "
-                "instead of loss.backward(), with weight=the number of labels in this part of the sequence."
+                f"{found}, under {self._divided_samples}. Call it instead of loss.backward(), with weight=the number "
+                "of labels in this part of the sequence."
             )
+        self._warn_once(
+            "own backward",
+            f"{found}, as loss.backward() does. They are averaged over {self._world.data_size} ranks that all count "
+            f"alike, with however many tokens or samples. Call self.{self._call}(loss, weight=their number) instead.",
+        )
 
     def begin_step(self) -> bool:
         """A step of the window's gradients begins; returns whether it is the first of the window."""
