@@ -227,6 +227,19 @@ def zero_weights() -> dict[str, Any]:
     return found
 
 
+class OwnBackward(small.Spread):
+    told: list[str] = []
+
+    def training_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
+        nn.functional.mse_loss(self.model(batch[0]), batch[1]).backward()
+        self.step(self.model, self.optimizer)
+        return {}
+
+    def warn_once(self, key: str, message: str) -> None:
+        self.told = [*self.told, message]
+        super().warn_once(key, message)
+
+
 class Checked(small.Validates, small.Spread, dt.EvalMixin):
     validations = 0
 
@@ -325,6 +338,7 @@ def everything(directory: str) -> dict[str, Any]:
         "plain parts": plain_parts_of_a_sharded_trainer(),
         "none": small.fit(Misuses(small.make_config(n_epochs=1), pairs(12))).said,
         "uneven": uneven_window(),
+        "own": small.fit(OwnBackward(small.make_config(n_epochs=1), pairs(12))).told,
         "again": again_and_again(),
         "zero": zero_weights(),
         "dry": dry_runs(),
@@ -424,6 +438,13 @@ def test_parameters_no_wrapper_reduces_train_in_any_dtype_and_stay_where_unused(
 
 def test_a_loss_of_none_is_refused_over_ranks_and_weight_0_named(two: list[dict[str, Any]]) -> None:
     assert all("weight=0" in found["none"] for found in two)
+
+
+def test_a_backward_of_the_users_own_is_told_to_count_all_ranks_alike(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        (message,) = [one for one in found["own"] if "self.backward" in one]
+        assert "2 ranks" in message
+        assert "weight=" in message
 
 
 def test_an_unweighted_backward_over_unequal_batches_is_refused(two: list[dict[str, Any]]) -> None:
