@@ -127,7 +127,7 @@ def test_a_step_that_no_pipeline_can_run_is_refused_on_all_ranks() -> None:
             assert f"though the run takes it for that: {what} (" in told[name]
             assert "The ranks of a pipeline (pipeline_parallel) need the same ones" in told[name]
         assert "the model was called under pipeline_parallel=2, with gradients, but each rank only has" in told["model"]
-        assert "backward() was called under pipeline_parallel=2, but no rank has a whole" in told["backward"]
+        assert "backward() was called under pipeline_parallel=2, but no rank has the whole" in told["backward"]
         assert "was given weight=float under pipeline_parallel=2, but each micro-batch needs its own" in told["weight"]
         assert "a batch of 15 samples cannot be cut into microbatches=4 of one size" in told["odd"]
         assert "was given 16 samples and a tensor of shape [8, 6]" in told["targets"]

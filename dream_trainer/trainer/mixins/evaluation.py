@@ -59,7 +59,7 @@ class EvalMixin(AbstractTrainer):
                 batches = self._runtime.data.validation
                 limit = self._runtime.config.training_parameters.val_steps_per_epoch
                 if not batches:
-                    raise HookError("there is no validation loader. Pass one, or return it from configure_dataloaders.")
+                    raise HookError("there is no validation loader. Pass evaluate(dataloader), or configure one.")
             else:
                 named = dataloader if isinstance(dataloader, Mapping) else {"": dataloader}
                 if not named:
