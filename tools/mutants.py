@@ -119,7 +119,7 @@ MUTANTS = [
     Mutant(
         "draws from torch's generator are not seen",
         "dream_trainer/distributed/seeds.py",
-        "not torch.equal(torch.default_generator.get_state(), self._torch_state)",
+        "torch.default_generator.get_state().numpy().tobytes() != self._torch_state",
         "False",
         "tests/distributed/test_seeds.py",
     ),
@@ -2144,8 +2144,8 @@ MUTANTS = [
     Mutant(
         "a kept state is taken whatever checkpoint the run has since",
         f"{SAVED}/local_checkpoints.py",
-        'if entry.name.startswith(f"{digest}-") else None',
-        "if entry.is_dir() else None",
+        'if save.name.startswith(f"{digest}-")',
+        "if save.is_dir()",
         f"{LOCAL_CHECKPOINTS} -k follows",
     ),
     Mutant(

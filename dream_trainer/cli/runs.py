@@ -112,7 +112,7 @@ def _cells(run: ListedRun) -> dict[str, str]:
     values = config_fields(run.config, run.record)
     cells = {name: value_cell(value) for name, value in values.items() if parent or not name.startswith(BRANCH)}
     if parent:
-        begun = parent.get("run") or Path(parent["checkpoint"]).parent.parent.name
+        begun = parent.get("run") or "/".join(Path(parent["checkpoint"]).parts[-5:-2])
         cells[_PARENT] = f"{begun} at {parent['step']}"
     return cells
 

@@ -15,7 +15,6 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from dream_trainer.checks import check_count
-from dream_trainer.data.packing.packed_rows import RowFormat, packer
 from dream_trainer.data.sampler import random_order
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_cpu
 from dream_trainer.errors import DataError
@@ -215,6 +214,8 @@ class Pack(Transform):
         return self.documents
 
     def over(self, items: Iterator[Item], calls: StageCalls) -> Iterator[Item]:
+        from dream_trainer.data.packing.packed_rows import RowFormat, packer
+
         pack, row_format = packer(self.method), RowFormat(self.pad_id, self.field, self.vocabulary_size)
         while documents := list(islice(items, self.documents)):
             known = [(item, length) for item in documents for length in calls(self._length, item)]

@@ -67,7 +67,7 @@ class WatchedSeeds:
     def __init__(self, seed: int) -> None:
         self._seed = seed
         seed_cpu(seed)
-        self._torch_state = torch.default_generator.get_state()
+        self._torch_state = torch.default_generator.get_state().numpy().tobytes()
         self._python_next, self._numpy_next = _next_of_python(), _next_of_numpy()
         seed_cpu(seed, ("python", "numpy"))
 
@@ -77,7 +77,7 @@ class WatchedSeeds:
     def drawn(self, generators: Collection[str] = GENERATORS) -> set[str]:
         """Which of `generators` were drawn from or seeded since; draws from most."""
         moved: dict[str, Callable[[], bool]] = {
-            "torch": lambda: not torch.equal(torch.default_generator.get_state(), self._torch_state),
+            "torch": lambda: torch.default_generator.get_state().numpy().tobytes() != self._torch_state,
             "python": lambda: _next_of_python() != self._python_next,
             "numpy": lambda: _next_of_numpy() != self._numpy_next,
         }
