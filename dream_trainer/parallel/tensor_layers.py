@@ -78,13 +78,13 @@ class Declared(Changed):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._place is None or not self.training:
             return super().forward(*args, **kwargs)
-        return self._drawn(self._place, *args, **kwargs)
+        return self._drawn(*args, **kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph cannot put generators back
-    def _drawn(self, place: int, *args: Any, **kwargs: Any) -> Any:
+    def _drawn(self, *args: Any, **kwargs: Any) -> Any:
         devices = (value.device for value in args if isinstance(value, Tensor) and not value.is_meta)
         device = next(devices, torch.device("cpu"))
-        with numbers_of_place(b"part", place, device):
+        with numbers_of_place(b"part", self._place or 0, device):
             return super().forward(*args, **kwargs)
 
 

@@ -66,9 +66,9 @@ def resume(root: Path, parameters: CheckpointParameters, world: Ranks, load: Loa
     if newest is not None and nearer(newest):
         return True
     candidates = world.broadcast_object(finished_directories(root) if world.is_main else [])
-    for path in reversed(candidates):
+    for candidate in reversed(candidates):
         try:
-            load(verify_checkpoint(path, world=world, shards=False), ALL_KEPT)
+            load(verify_checkpoint(candidate, world=world, shards=False), ALL_KEPT)
         except DamagedCheckpointError as error:
             if world.is_main:
                 logger.warning("skipping a damaged checkpoint: %s", error)
