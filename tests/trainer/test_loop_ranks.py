@@ -235,6 +235,7 @@ class OwnBackward(small.Spread):
 
     def warn_once(self, key: str, message: str) -> None:
         self.told = message
+        super().warn_once(key, message)
 
 
 class Checked(small.Validates, small.Spread, dt.EvalMixin):
