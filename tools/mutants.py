@@ -799,7 +799,7 @@ MUTANTS = [
     Mutant(
         "counters not restored",
         "dream_trainer/trainer/state_registry.py",
-        'progress.load_state_dict(_progress(shared["progress"], branch))',
+        'runtime.progress.load_state_dict(_progress(shared["progress"], branch))',
         "None",
         "tests/trainer/test_checkpoint_mixin.py",
     ),
