@@ -325,7 +325,7 @@ def measure() -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     mine = batches(3)[: rank + 1]
     train = DistributedDataLoader(Samples(12), 2)
-    with ShardedMeasured(make_config(n_epochs=1), train, PerRankLoader(mine)) as trainer:
+    with ShardedMeasured(make_config(n_epochs=1, fsdp=small.BY_BLOCKS), train, PerRankLoader(mine)) as trainer:
         trainer.fit()
         found["unequal"] = (trainer.metrics, trainer.evaluate(), None, None, weights(trainer.model))
     return found
