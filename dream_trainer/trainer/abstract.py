@@ -491,7 +491,7 @@ class AccumulationWindow:
         return (self._runtime.accumulation.losses or ()) if self._runtime.session.is_ready else ()
 
     def watch(self, left_out: Callable[[Optimizer], None]) -> None:
-        """Keeps `losses` and reports skipped steps from now on to the end of the run; can be called in `post_setup`.
+        """Keeps `losses` and reports skipped steps, from this call (`post_setup` or later) to the end of the run.
 
         Args:
             left_out: Called with each optimizer whose step the host skips since its gradients are not finite, while
