@@ -2094,7 +2094,7 @@ MUTANTS = [
     ),
     Mutant(
         "a rank that did not run for a while takes the job's store for lost",
-        "dream_trainer/distributed/hosts.py",
+        "dream_trainer/distributed/heartbeat.py",
         "silent + min(slept, 2 * pause) if",
         "silent + slept if",
         "tests/distributed/test_heartbeat.py -k lock",
@@ -2108,8 +2108,8 @@ MUTANTS = [
     ),
     Mutant(
         "a host that is silent in its setup is taken for lost as in training",
-        "dream_trainer/distributed/hosts.py",
-        "(1.0 if self.is_training else LIMITS_OF_A_SETUP)",
+        "dream_trainer/distributed/heartbeat.py",
+        "(1.0 if self._is_training else LIMITS_OF_A_SETUP)",
         "1.0",
         "tests/distributed/test_heartbeat.py -k silent_for_longer",
     ),

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from dream_trainer.checkpoint.files import content_checksum, remove_tree, step_name
 from dream_trainer.checkpoint.manifest import Manifest, manifest_digest, newest_checkpoint, read_manifest
+from dream_trainer.checkpoint.saving import HostSaves
 from dream_trainer.checkpoint.store import KnownPlan, Snapshot, write_checkpoint
 from dream_trainer.cleanup import in_a_line
 from dream_trainer.compat.pytorch import is_dtensor, local_tensor
@@ -33,7 +34,7 @@ LEFT_TO_OTHERS = 1 << 30
 
 
 @dataclass(eq=False)
-class LocalCheckpoints:
+class LocalCheckpoints(HostSaves):
     """The saves that a run keeps on each of its hosts. Every rank has this object, and calls each method."""
 
     directory: Path
@@ -62,7 +63,6 @@ class LocalCheckpoints:
     # -- at the start
 
     def find(self, newest: Manifest) -> Manifest | None:
-        """This host's part of the newest save after `newest` that is whole on every host; None if there is none."""
         task = f"look for what {self._run} keeps"
         try:
             on_all_ranks(self.world, task, self._refuse_strangers)
@@ -87,14 +87,13 @@ class LocalCheckpoints:
         return {name: one.step for name, one in found.items() if one and (one.mesh_shape, one.world_size) == layout}
 
     def loaded(self, manifest: Manifest, *, is_own: bool) -> None:
-        """The run resumes from a checkpoint: one found by `find`, another one of this run, or another run's."""
         is_found = manifest.path.parent.parent == self._part
         digest = manifest_digest(manifest) if is_own else None
         self._kept = manifest.path.parent if is_found else None
         self._follows = manifest.path.parent.name.partition("-")[0] if is_found else digest
 
     def begin(self) -> None:
-        """Training begins: only the save it resumed from stays here; ConfigError if hosts share the directory."""
+        """Raises ConfigError if hosts share the directory."""
         self._start = from_main_rank(self.world, "begin", lambda: secrets.token_hex(4))
         self._tidy(self.world)
         task = f"make {self._part}"
@@ -111,11 +110,9 @@ class LocalCheckpoints:
     # -- in the thread that writes
 
     def follow(self, path: Path) -> None:
-        """The run has a new checkpoint at `path`: saves kept before it will not be used."""
         self._follows = from_main_rank(self.beside, f"read {path}", lambda: manifest_digest(read_manifest(path)))
 
     def write(self, snapshot: Snapshot) -> None:
-        """Keeps a snapshot instead of the last one. If a host cannot, this warns, and the last one stays."""
         if self._follows is None or self._start is None:
             return
         self._count += 1
@@ -163,7 +160,6 @@ class LocalCheckpoints:
     # -- at any time
 
     def clear(self) -> None:
-        """The run is finished: nothing of it stays on this host."""
         if self.host.is_main:
             remove_tree(self._run)
             with suppress(OSError):  # other runs', or none

@@ -20,8 +20,8 @@ from dream_trainer.checkpoint.manifest import (
     read_manifest,
 )
 from dream_trainer.checkpoint.run_directory import LOCK_NAME
+from dream_trainer.checkpoint.saving import Destination
 from dream_trainer.compat.pytorch import HashStore, PrefixStore, Store
-from dream_trainer.config.checkpoint_parameters import CheckpointParameters
 from dream_trainer.distributed.ranks import Ranks, from_main_rank, on_all_ranks
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 from dream_trainer.screen import logger
@@ -30,13 +30,6 @@ from dream_trainer.stores.ownership import TOKEN_NAME, Ownership
 from dream_trainer.stores.store_path import StorePath
 
 _LOCAL_FILES = (LOCK_NAME, TOKEN_NAME)
-
-
-def list_in_both(root: Path, stage: Path) -> list[Manifest]:
-    """Complete checkpoints by step: those in `root`, and those waiting in `stage` if `root` is in a store."""
-    waiting = list_checkpoints(stage) if isinstance(root, StorePath) else []  # first: it may be uploaded in between
-    found = {manifest.step: manifest for manifest in (*waiting, *list_checkpoints(root))}
-    return [found[step] for step in sorted(found)]
 
 
 # -- A thread of each rank uploads a run's checkpoints from the local disk to an object store.
@@ -54,19 +47,15 @@ _OF_A_RANK = re.compile(r"__(\d+)_\d+\.distcp|rank_(\d+)\..*")
 
 
 @dataclass(eq=False)
-class RemoteRun:
-    """The run's directory in a store: claimed by `begin`, and released by `end`.
+class RemoteRun(Destination):
+    """The run's directory in a store: claimed by `begin`, and released by `end`. Uploads one checkpoint at a time."""
 
-    Uploads the checkpoints given to `put`, one after the other. Every rank has one, and puts the same."""
-
-    run: StorePath
+    directory: StorePath
     run_dir: Path
-    retention: CheckpointParameters
-    world: Ranks
     connect: Callable[[], Store | None]
 
     def __post_init__(self) -> None:
-        self.directory = self.run / "checkpoints"
+        self.run = self.directory.parent
         self._ownership: Ownership | None = None
         self._sent: dict[str, tuple[int, int]] = {}  # the run's files, with size and time of change
         self._waiting: deque[Path] = deque()
@@ -80,7 +69,6 @@ class RemoteRun:
         self._thread = threading.Thread(target=self._run, name="checkpoint sender", daemon=True)
 
     def begin(self, stage: Path) -> None:
-        """Claims the run and begins to send, first what waits in `stage`; every rank calls it."""
         world, task = self.world, f"claim {self.run}"
         self._ownership = on_all_ranks(world, task, self._claim)
         name = from_main_rank(world, task, lambda: self._ownership.token if self._ownership else "")
@@ -114,35 +102,34 @@ class RemoteRun:
                 self._sent[path.name] = state
 
     def put(self, checkpoint: Path) -> None:
-        """Sends a checkpoint that is whole on the disk, and removes it there."""
         with self._changed:
             self._waiting.append(checkpoint)
             self._changed.notify_all()
 
     def look_again(self) -> None:
-        """Somebody else changed what is stored; nothing may be waiting."""
         self._stored = None
 
-    def refuse_if_lost(self) -> None:
+    def refuse_if_lost(self, world: Ranks) -> None:
+        on_all_ranks(world, "save", self._refuse_if_lost)
+
+    def _refuse_if_lost(self) -> None:
         if self._fatal is not None:
             raise self._fatal
 
     def finish(self) -> None:
-        """Waits until everything is sent; CheckpointError if the store does not answer, or another job has the run."""
         with self._changed:
             self._answered = time.monotonic()
             while self._waiting:
-                self.refuse_if_lost()
+                self._refuse_if_lost()
                 if self._trouble and time.monotonic() - self._answered > PATIENCE_SECONDS:
                     raise CheckpointError(
                         f"{len(self._waiting)} checkpoints could not be sent to {self.directory}: {self._trouble}. "
                         f"They wait in {self._waiting[0].parent}; the same command sends them first."
                     )
                 self._changed.wait(_LOOK_SECONDS)
-            self.refuse_if_lost()
+            self._refuse_if_lost()
 
     def end(self) -> None:
-        """Ends what `begin` began; checkpoints not yet uploaded wait on the disk."""
         self._ended.set()
         with self._changed:
             self._changed.notify_all()

@@ -17,7 +17,6 @@ from dream_trainer import file_locks
 from dream_trainer.checkpoint.files import step_directories, sync_directory
 from dream_trainer.distributed.ranks import Ranks, from_main_rank, on_all_ranks
 from dream_trainer.errors import CheckpointError
-from dream_trainer.stores.ownership import is_owned
 from dream_trainer.stores.store_path import StorePath
 
 LOCK_NAME = "run.lock"
@@ -77,6 +76,8 @@ def is_claimed(run_dir: Path) -> bool | None:
 def without_jobs(checkpoints: Path) -> Iterator[None]:
     """Keeps jobs from starting to write to a run; a run in an object store is only checked for a job."""
     if isinstance(checkpoints, StorePath):
+        from dream_trainer.stores.ownership import is_owned
+
         if is_owned(checkpoints.parent):
             raise _in_use(checkpoints.parent)
         yield

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 from dream_trainer.best_value import refuse_missing
 from dream_trainer.cadence import Cadence
 from dream_trainer.checkpoint.files import set_newer_aside
-from dream_trainer.checkpoint.remote_run import RemoteRun
 from dream_trainer.checkpoint.run_directory import claim, count_training, release, trainings
-from dream_trainer.checkpoint.saving import Saving
+from dream_trainer.checkpoint.saving import Destination, Saving
 from dream_trainer.checkpoint.snapshot_writer import HostCopies, SnapshotWriter
 from dream_trainer.checkpoint.store import Snapshot
 from dream_trainer.cleanup import followed_by, in_a_line
@@ -85,20 +84,18 @@ class Saver(Saving):
         claim(directory, self.world)
         self._claimed[directory] = trainings(directory)
 
-    def send_to(self, remote: RemoteRun) -> None:
-        """Uploads checkpoints to an object store from now on, first those that wait on the disk; a collective."""
-        self.writer.remote = remote
+    def send_to(self, destination: Destination) -> None:
+        """Brings checkpoints there from now on, first those that wait on the disk; a collective."""
+        self.writer.destination = destination
         with self.patience():
-            remote.begin(self.writer.directory)
+            destination.begin(self.writer.directory)
 
     def wait_until_sent(self) -> None:
-        if self.writer.remote is not None:
-            with self.patience():
-                on_all_ranks(self.writer.world, "send checkpoints", self.writer.remote.finish)
+        with self.patience():
+            on_all_ranks(self.writer.world, "send checkpoints", self.writer.destination.finish)
 
     def release(self) -> None:
-        if self.writer.remote is not None:
-            self.writer.remote.end()
+        self.writer.destination.end()
         while self._claimed:
             release(self._claimed.popitem()[0])
 
@@ -131,7 +128,7 @@ class Saver(Saving):
             return
         parameters = self.parameters
         must = requested or self._is_best or (is_last and parameters.save_at_end)
-        is_local = self.local is not None and self._local_cadence.is_due(step)
+        is_local = self._local_cadence.is_due(step)
         # A local one follows a checkpoint, so the run's first save is one.
         due = self._cadence.is_due(step, epoch) or (is_local and not self._has_checkpoint)
         self._is_best = False
@@ -254,9 +251,8 @@ class Saver(Saving):
             self.writer.warming.collect()
 
     def _finish_sending(self) -> None:
-        if self.writer.remote is not None:
-            with self.patience():
-                self.writer.remote.finish()
+        with self.patience():
+            self.writer.destination.finish()
 
     # -- resuming
 
@@ -275,8 +271,7 @@ class Saver(Saving):
         self._refuse_if_overtaken()
         if not self._leaves_at_first_save:
             self._leave_branch()
-        if self.local is not None:
-            self.local.begin()
+        self.local.begin()
 
     def _refuse_if_overtaken(self) -> None:
         if self.is_overtaken:
@@ -289,14 +284,13 @@ class Saver(Saving):
 
     def _leave_branch(self) -> None:
         """Moves checkpoints of the abandoned branch away, since they look like this one's. Only training does this."""
-        after, remote = self._leaves_after, self.writer.remote
+        after, destination = self._leaves_after, self.writer.destination
         if after is None:
             return
-        roots = [self.writer.directory] if remote is None else [self.writer.directory, remote.directory]
-        for move in [partial(set_newer_aside, root, after) for root in roots]:
+        for root in dict.fromkeys((self.writer.directory, destination.directory)):
+            move = partial(set_newer_aside, root, after)
             moved = on_all_ranks(self.world, "set newer checkpoints aside", move if self.world.is_main else list[Path])
             if moved:
                 logger.warning("continuing from step %d; set aside: %s", after, ", ".join(path.name for path in moved))
-        if remote is not None:
-            remote.look_again()
+        destination.look_again()
         self._leaves_after = None

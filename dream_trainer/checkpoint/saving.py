@@ -1,12 +1,72 @@
-"""The trainer loop's interface to the object that saves it."""
+"""The interfaces of saving: what the loop calls, and the places beside the disk that a config may name."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from dream_trainer.checkpoint.local_checkpoints import LocalCheckpoints
+from dream_trainer.checkpoint.manifest import Manifest, retire
+from dream_trainer.checkpoint.store import Snapshot
+from dream_trainer.config.checkpoint_parameters import CheckpointParameters
+from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import StepError
+from dream_trainer.screen import logger
+
+
+@dataclass(eq=False)
+class Destination:
+    """Where a run's checkpoints go: they stay in `directory`, on the disk. Every rank has one, and puts the same."""
+
+    directory: Path
+    retention: CheckpointParameters
+    world: Ranks
+
+    def begin(self, stage: Path) -> None:
+        """Begins with the checkpoints that wait in `stage`; a collective."""
+
+    def refuse_if_lost(self, world: Ranks) -> None:
+        """Raises CheckpointError on all ranks if one cannot put more; `world` is the group of the writing thread."""
+
+    def put(self, checkpoint: Path) -> None:
+        """Takes a checkpoint that is whole on the disk, and removes those that are no longer kept."""
+        if self.world.is_main:
+            try:
+                retire(self.directory, self.retention)
+            except OSError as error:  # the new checkpoint is complete, and a later save tries again
+                logger.warning("old checkpoints could not be removed: %s", error)
+
+    def look_again(self) -> None:
+        """Somebody else changed what is there; nothing may be on its way."""
+
+    def finish(self) -> None:
+        """Waits until everything is there; CheckpointError if it cannot be."""
+
+    def end(self) -> None:
+        """Nothing is put any more."""
+
+
+class HostSaves:
+    """The newest state in the memory of each host, after a run's newest checkpoint: none. Methods are collectives."""
+
+    def find(self, newest: Manifest) -> Manifest | None:
+        """This host's part of the newest save after `newest` that is whole on every host; None if there is none."""
+
+    def loaded(self, manifest: Manifest, *, is_own: bool) -> None:
+        """The run resumes from a checkpoint: one found by `find`, another one of this run, or another run's."""
+
+    def begin(self) -> None:
+        """Training begins: only the save it resumed from stays."""
+
+    def follow(self, path: Path) -> None:
+        """The run has a new checkpoint at `path`: saves kept before it will not be used."""
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Keeps a snapshot instead of the last one. If a host cannot, this warns, and the last one stays."""
+
+    def clear(self) -> None:
+        """The run is finished: nothing of it stays."""
 
 
 class Saving:
@@ -14,7 +74,7 @@ class Saving:
 
     seconds: float = 0.0  # that training waited for saves in this process
     lacks_checkpoint: bool = False  # a resume found none where one was possible
-    local: LocalCheckpoints | None = None
+    local = HostSaves()
 
     @property
     def is_overtaken(self) -> bool:
@@ -59,7 +119,7 @@ class Saving:
         """Training continues from the run's present position; a collective."""
 
     def wait_until_sent(self) -> None:
-        """Waits until the object store has everything; every rank calls it while nothing is written."""
+        """Waits until all checkpoints are at their destination; every rank calls it while nothing is written."""
 
     def close(self) -> None:
         """Waits for everything that threads are doing."""

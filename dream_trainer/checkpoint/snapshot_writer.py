@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -12,28 +12,25 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from dream_trainer.checkpoint.local_checkpoints import LocalCheckpoints
-from dream_trainer.checkpoint.manifest import retire
-from dream_trainer.checkpoint.remote_run import RemoteRun
+from dream_trainer.checkpoint.saving import Destination, HostSaves
 from dream_trainer.checkpoint.store import KnownPlan, Snapshot, write_checkpoint
 from dream_trainer.compat.pytorch import local_tensor, with_local
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters
-from dream_trainer.distributed.ranks import Ranks, on_all_ranks
-from dream_trainer.screen import logger
+from dream_trainer.distributed.ranks import Ranks
 
 
 @dataclass(eq=False)
 class SnapshotWriter:
-    """Writes one snapshot at a time, and then removes the checkpoints that are no longer kept."""
+    """Writes one snapshot at a time, and then gives the checkpoint to its destination."""
 
     directory: Path
     retention: CheckpointParameters
     world: Ranks
     copies: HostCopies | None = None  # None: snapshots are not copied
-    local: LocalCheckpoints | None = None  # each host's copies of the newest state
-    remote: RemoteRun | None = None  # brings checkpoints to an object store
+    local: HostSaves = field(default_factory=HostSaves)
 
     def __post_init__(self) -> None:
+        self.destination = Destination(self.directory, self.retention, self.world)
         self.writing: Background[Path | None] = Background("checkpoint writer")  # gives a checkpoint's directory
         self.warming: Background[None] = Background("checkpoint memory")  # so that the first save takes no longer
         self._known_plan = KnownPlan()
@@ -47,20 +44,11 @@ class SnapshotWriter:
             self.copies.wait()
         path = None
         if not is_local:
-            if self.remote is not None:
-                on_all_ranks(self.world, "save", self.remote.refuse_if_lost)
+            self.destination.refuse_if_lost(self.world)
             path = write_checkpoint(self.directory, snapshot, world=self.world, replace=replace, known=self._known_plan)
-            if self.local is not None:
-                self.local.follow(path)
-            if self.remote is not None:
-                self.remote.put(path)
-            elif self.world.is_main:
-                try:
-                    retire(self.directory, self.retention)
-                except OSError as error:  # the new checkpoint is complete, and a later save tries again
-                    logger.warning("old checkpoints could not be removed: %s", error)
-        if self.local is not None:
-            self.local.write(snapshot)
+            self.local.follow(path)
+            self.destination.put(path)
+        self.local.write(snapshot)
         return path
 
 

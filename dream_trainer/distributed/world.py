@@ -41,7 +41,7 @@ from dream_trainer.config.device_parameters import (
 )
 from dream_trainer.distributed import job_store
 from dream_trainer.distributed.failure import announce, end_job, leave_lost_job
-from dream_trainer.distributed.hosts import Heartbeat, host_name, meet_hosts, place_among_hosts
+from dream_trainer.distributed.hosts import Watch, host_name, meet_hosts, place_among_hosts
 from dream_trainer.distributed.ranks import Ranks, refuse_differences
 from dream_trainer.errors import ConfigError, StepError
 
@@ -54,7 +54,7 @@ class _Launches:
     count = 0  # so far
     are_open = 0  # those that use the default process group
     own_group = False  # whether they made it
-    heartbeat: Heartbeat | None = None
+    watch = Watch()
 
 
 _launches = _Launches()
@@ -103,7 +103,7 @@ class World(Ranks):
         data_rank: This rank's index among those that see different data (dp_replicate x dp_shard x cp): of other
             samples, or of other positions in them.
         data_group: The process group of those ranks; None if it is all ranks.
-        workers: Number of groups of neighbouring ranks that step on their own (LocalSGDMixin); 1: all step together.
+        workers: Number of groups of neighbouring ranks that step on their own; 1: all step together.
         worker: The group of this rank, 0-based.
         step_size: Ranks of a group whose gradients each step averages.
         step_group: The process group of this rank's group; None if it is all of those ranks.
@@ -221,7 +221,7 @@ class World(Ranks):
         refuse(
             self.workers > 1,
             f"all_gather_with_gradient speaks to all ranks in each step, and {self.workers} groups of them step on "
-            "their own. Train without LocalSGDMixin, or with workers=1.",
+            "their own. Train with workers=1.",
         )
         group = self.averaging_group()
         what = "a DTensor" if is_dtensor(values) else "0-dim" if values.dim() == 0 else ""
@@ -264,7 +264,9 @@ class World(Ranks):
             meet_hosts(job, place, self.world_size, timeout_seconds=timeout.total_seconds())
             own, limit = self.connect_to_store(), self._parameters.host_timeout_seconds
             if limit is not None and own is not None:
-                _launches.heartbeat = Heartbeat(own, job, place, limit_seconds=limit).start()
+                from dream_trainer.distributed.heartbeat import Heartbeat
+
+                _launches.watch = Heartbeat(own, job, place, limit_seconds=limit).start()
         dist.init_process_group(
             backend,
             store=store,
@@ -279,8 +281,7 @@ class World(Ranks):
 
     def tell_where(self, where: Callable[[], str]) -> None:
         """Adds the position of training to the message about a lost host; `where` is called from a thread."""
-        if _launches.heartbeat is not None:
-            _launches.heartbeat.where, _launches.heartbeat.is_training = where, False
+        _launches.watch.set_up(where)
 
     def __repr__(self) -> str:
         mesh = ", ".join(f"{name}={size}" for name, size in self.mesh_shape._asdict().items())
@@ -289,8 +290,7 @@ class World(Ranks):
     def first_step_is_done(self) -> None:
         """Shortens the groups' time-outs: compiling and loading are over, so a late rank is a lost rank."""
         self._set_time_outs(self._parameters.step_timeout_seconds)
-        if _launches.heartbeat is not None:
-            _launches.heartbeat.is_training = True
+        _launches.watch.first_step_is_done()
 
     def _set_time_outs(self, seconds: float) -> None:
         """How long collectives may take from now on, in every group; those of a mesh are made with torch's default."""
@@ -391,9 +391,8 @@ class World(Ranks):
             if not have_all and timeout_seconds is not None:
                 raise RuntimeError(said)
             dist.barrier(group=self.cpu_group)
-            if _launches.heartbeat is not None:
-                _launches.heartbeat.close()
-                _launches.heartbeat = None
+            _launches.watch.close()
+            _launches.watch = Watch()
             dist.destroy_process_group()
             _launches.own_group = False
             self.cpu_group = self.data_group = self.step_group = self.across_workers = None

@@ -165,7 +165,7 @@ def _extra_state(runtime: Runtime) -> dict[str, dict[str, Any]]:
 
 
 def kept_name(optimizer: str, worker: int) -> str:
-    """Name of an optimizer's state in a checkpoint; each worker (LocalSGDMixin) has a separate one."""
+    """Name of an optimizer's state in a checkpoint; each worker has a separate one."""
     return optimizer if worker == 0 else f"workers.{worker}.{optimizer}"
 
 
@@ -226,10 +226,10 @@ def restore(runtime: Runtime, manifest: Manifest, form: ModelForm, begins: Branc
     if branch.data == "keep":
         refuse_other_run(runtime, shared, path, is_own=begins is None)
     runtime.rates.refuse(shared, branch)
-    workers: int = shared.get("workers", 1)  # that wrote it (LocalSGDMixin); all can resume from that of one
+    workers: int = shared.get("workers", 1)  # that wrote it; all can resume from that of one
     if workers not in (1, world.workers) and branch.optimizer != "new":
         raise CheckpointError(
-            f"{path} was written by workers={workers}, whose optimizers have separate states (LocalSGDMixin), and this "
+            f"{path} was written by workers={workers}, whose optimizers have separate states, and this "
             f"run has {world.workers}. Use the same number, or begin another experiment from its average with "
             "CheckpointParameters(init_from=<its path>)."
         )

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +38,23 @@ def test_importing_the_trainer_imports_nothing_but_torch_and_checksums() -> None
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "['xxhash']"
+
+
+def test_a_run_imports_no_room_that_its_config_does_not_name(tmp_path: Path) -> None:
+    program = (
+        "import sys, torch\n"
+        "from dream_trainer import simple\n"
+        "data = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.zeros(8, 2))\n"
+        "model, loss = torch.nn.Linear(4, 2), torch.nn.functional.mse_loss\n"
+        "simple.Trainer(model, loss=loss, train=data, batch_size=4, epochs=1).fit()\n"
+        "rooms = {'checkpoint.remote_run', 'checkpoint.local_checkpoints', 'distributed.heartbeat', "
+        "'trainer.mixins.local_sgd', 'stores.ownership', 'parallel.pipeline'}\n"
+        "print('dream_trainer.checkpoint.saver' in sys.modules)\n"
+        "print(sorted({'dream_trainer.' + room for room in rooms} & set(sys.modules)))\n"
+    )
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert result.stdout.splitlines()[-2:] == ["True", "[]"]
 
 
 def test_windows_is_told_what_works_there_in_one_sentence_each() -> None:

@@ -20,12 +20,17 @@ import torch.nn as nn
 from dream_trainer.best_value import mode_of, refuse_other_places
 from dream_trainer.checkpoint.digests import FrozenWeights
 from dream_trainer.checkpoint.files import step_name
-from dream_trainer.checkpoint.local_checkpoints import LocalCheckpoints
-from dream_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, best_checkpoint, verify_checkpoint
+from dream_trainer.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    best_checkpoint,
+    list_checkpoints,
+    verify_checkpoint,
+)
 from dream_trainer.checkpoint.model_state import ModelForm, model_configs
-from dream_trainer.checkpoint.remote_run import RemoteRun, list_in_both
 from dream_trainer.checkpoint.run_directory import linked_checkpoints
 from dream_trainer.checkpoint.saver import Moment, Saver
+from dream_trainer.checkpoint.saving import HostSaves
 from dream_trainer.checkpoint.snapshot_writer import HostCopies, SnapshotWriter
 from dream_trainer.checkpoint.store import read_shared
 from dream_trainer.checks import check_choice
@@ -67,7 +72,9 @@ class CheckpointMixin(AbstractTrainer):
 
     def checkpoints(self) -> list[Manifest]:
         """The run's complete checkpoints, oldest first; those in an object store, and those that wait to be sent."""
-        return list_in_both(self._checkpoints_root(), self.checkpoint_dir)
+        places = dict.fromkeys((self.checkpoint_dir, self._checkpoints_root()))  # in this order: one may be uploaded
+        found = {manifest.step: manifest for place in places for manifest in list_checkpoints(place)}
+        return [found[step] for step in sorted(found)]
 
     def _elsewhere(self) -> Path | None:
         parameters: CheckpointParameters = self._runtime.config.checkpoint_parameters
@@ -255,9 +262,7 @@ class CheckpointMixin(AbstractTrainer):
         elsewhere = self._elsewhere()
         copies = HostCopies(self.world.device) if parameters.async_save else None
         beside = self.world.beside()
-        writer = SnapshotWriter(
-            self.checkpoint_dir, parameters, beside, copies, self._local_checkpoints(parameters, beside)
-        )
+        writer = SnapshotWriter(self.checkpoint_dir, parameters, beside, copies, self._host_saves(parameters, beside))
         self.__form = ModelForm()
         frozen = None if parameters.save_frozen else FrozenWeights(self.named_models(), self.world)
         best, best_metric = self._runtime.best, parameters.best_metric
@@ -287,7 +292,10 @@ class CheckpointMixin(AbstractTrainer):
             return
         saver.claim(self.run_dir)
         if isinstance(elsewhere, StorePath):
-            saver.send_to(RemoteRun(elsewhere, self.run_dir, parameters, self.world, self.world.connect_to_store))
+            from dream_trainer.checkpoint.remote_run import RemoteRun
+
+            place, connect = elsewhere / "checkpoints", self.world.connect_to_store
+            saver.send_to(RemoteRun(place, parameters, self.world, self.run_dir, connect))
         elif elsewhere is not None or self.checkpoint_dir.is_symlink():
             # A run in another `runs_dir` may have the same.
             saver.claim(linked_checkpoints(self.checkpoint_dir, elsewhere, self.world))
@@ -300,9 +308,11 @@ class CheckpointMixin(AbstractTrainer):
         known = higher_is_better(self.named_metrics(), parameters.best_metric)
         return replace(parameters, best_mode=parameters.known_best_mode(known))
 
-    def _local_checkpoints(self, parameters: CheckpointParameters, beside: Ranks) -> LocalCheckpoints | None:
+    def _host_saves(self, parameters: CheckpointParameters, beside: Ranks) -> HostSaves:
         if parameters.local_directory is None or self._runtime.config.training_parameters.fast_dev_run:
-            return None
+            return HostSaves()
+        from dream_trainer.checkpoint.local_checkpoints import LocalCheckpoints
+
         world = self.world
         return LocalCheckpoints(
             Path(parameters.local_directory).expanduser().absolute(),
@@ -329,8 +339,8 @@ class CheckpointMixin(AbstractTrainer):
 
     def _resumes_locally(self, newest: Manifest) -> bool:
         """Loads the state after `newest` from the hosts if every host has its ranks' part; returns whether it did."""
-        world, local = self.world, self._runtime.saver.local
-        found = None if local is None else local.find(newest)
+        world = self.world
+        found = self._runtime.saver.local.find(newest)
         if found is None:
             return False
         try:
@@ -368,8 +378,7 @@ class CheckpointMixin(AbstractTrainer):
             has_pending_work=self.progress.owed is not None,
             is_local=newest is not None and newest.step != manifest.step,
         )
-        if self._runtime.saver.local is not None:
-            self._runtime.saver.local.loaded(manifest, is_own=is_own)
+        self._runtime.saver.local.loaded(manifest, is_own=is_own)
         self._runtime.resumed_from = str(absolute(manifest.path))
         if self.world.is_main:
             logger.info("resumed from %s at step %d", manifest.path, self.global_step)
@@ -385,9 +394,9 @@ class CheckpointMixin(AbstractTrainer):
         # The directory is released last, since loggers write their last lines.
         with followed_by(self._runtime.saver.release), followed_by(super()._close):
             self._runtime.saver.close()
-            ended, local = self._runtime.coordinator, self._runtime.saver.local
-            if local is not None and ended.trains and ended.ended_by is None and not self._runtime.session.has_failed:
-                local.clear()
+            ended = self._runtime.coordinator
+            if ended.trains and ended.ended_by is None and not self._runtime.session.has_failed:
+                self._runtime.saver.local.clear()
 
     # -- state
 

@@ -199,7 +199,7 @@ def _shard_or_replicate(runtime: Runtime, build: Build) -> None:
         if world.workers > 1 and type(runtime.hooks).apply_replicate is not SetupMixin.apply_replicate:
             raise ConfigError(
                 f"{type(runtime.hooks).__name__}.apply_replicate replicates over all ranks, and "
-                f"workers={world.workers} step on their own. Leave it out with LocalSGDMixin."
+                f"workers={world.workers} step on their own. Leave it out, or use workers=1."
             )
         runtime.hooks.apply_replicate(mesh["dp_replicate", "dp_shard"])
         return
