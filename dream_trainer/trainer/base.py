@@ -305,16 +305,15 @@ class BaseTrainer(AbstractTrainer):
     def _run_window(self, window: Window) -> None:
         runtime, progress = self._runtime, self._runtime.progress
         self._window_started()
-        if self.config.training_parameters.on_nonfinite != "retry":
-            with runtime.parallel.whole(stays_fresh=True):
-                return self._run_batches(window)
+        may_run_again = self.config.training_parameters.on_nonfinite == "retry"
         before = progress.batch_idx, runtime.window.local_batches
-        moved = MovedByForward(runtime.registry)
+        moved = MovedByForward(runtime.registry) if may_run_again else None
         while True:
             try:
                 with runtime.parallel.whole(stays_fresh=True):
                     return self._run_batches(window)
             except RetryWindow:
+                assert moved is not None  # only raised if a window may run again
                 progress.batch_idx, runtime.window.local_batches = before
                 moved.put_back()
                 if runtime.log is not None:
