@@ -70,8 +70,8 @@ MUTANTS = [
     Mutant(
         "weights may be moved along gradients of a rank's own",
         f"{TRAINER}/step/accumulation.py",
-        "            self.own.refuse_changed_weights()\n        for optimizer",
-        "            pass\n        for optimizer",
+        "            self.own.refuse_changed_weights()\n        if any(",
+        "            pass\n        if any(",
         "tests/trainer/test_reduce_gradients.py -k refused",
     ),
     Mutant(
@@ -167,7 +167,7 @@ MUTANTS = [
     ),
     Mutant(
         "metrics of training are reset by every second validation",
-        "dream_trainer/trainer/validation_metrics.py",
+        "dream_trainer/modules/metrics.py",
         "        updated |= self._of_training.keys() & counts.keys()\n",
         "",
         "tests/trainer/test_evaluation.py -k reset_in_each",
@@ -896,7 +896,7 @@ MUTANTS = [
     ),
     Mutant(
         "padding batches counted by metrics",
-        "dream_trainer/trainer/validation_metrics.py",
+        "dream_trainer/modules/metrics.py",
         "            states.put_back()\n",
         "            pass\n",
         "tests/trainer/test_evaluation.py",
@@ -1065,8 +1065,8 @@ MUTANTS = [
     Mutant(
         "shards of experts are averaged over too few ranks",
         "dream_trainer/trainer/step/optimizer_step.py",
-        "            divide_sums(plan, grads)\n",
-        "            pass\n",
+        "foreach_div_(grads[place], float(plan.groups[place].divisor))",
+        "pass",
         "tests/trainer/test_expert_parallel.py -k by_hand",
     ),
     Mutant(
@@ -1359,8 +1359,8 @@ MUTANTS = [
     Mutant(
         "a whole model is trained by each rank of a pipeline, and so too much",
         "dream_trainer/trainer/step/accumulation.py",
-        "if not self.goes_back_here:",
-        "if False:",
+        "if self.goes_back_here:",
+        "if True:",
         "tests/trainer/test_pipeline_models.py -k kept",
     ),
     Mutant(
@@ -1569,8 +1569,8 @@ MUTANTS = [
     Mutant(
         "backward runs under autocast",
         "dream_trainer/trainer/step/accumulation.py",
-        "self._backward_context = without_autocast(devices, world.device)",
-        "self._backward_context = None",
+        "with self._backward_context:",
+        "if True:",
         "tests/trainer/test_precision.py",
     ),
     Mutant(
@@ -1674,9 +1674,9 @@ MUTANTS = [
     Mutant(
         "the rate logged is the next step's",
         "dream_trainer/trainer/step/optimizer_step.py",
-        "        if self._parallel.changes_in_steps:\n            with self._parallel.stepping():\n",
+        "        with self._parallel.stepping() if self._parallel.changes_in_steps else _NOTHING:\n",
         "        for scheduler in schedulers:\n            scheduler.step()\n        schedulers = ()\n"
-        "        if self._parallel.changes_in_steps:\n            with self._parallel.stepping():\n",
+        "        with self._parallel.stepping() if self._parallel.changes_in_steps else _NOTHING:\n",
         "tests/callbacks/test_learning_rate.py",
     ),
     Mutant(

@@ -36,9 +36,9 @@ def autocast(parameters: DeviceParameters, device: torch.device) -> AbstractCont
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype, cache_enabled=False)
 
 
-def without_autocast(parameters: DeviceParameters, device: torch.device) -> AbstractContextManager[Any] | None:
-    """The context of what a step calls besides forwards; None if steps are not under autocast."""
-    return None if half_dtype(parameters) is None else torch.autocast(device.type, enabled=False)
+def without_autocast(parameters: DeviceParameters, device: torch.device) -> AbstractContextManager[Any]:
+    """The context of what a step calls besides forwards."""
+    return nullcontext() if half_dtype(parameters) is None else torch.autocast(device.type, enabled=False)
 
 
 def under_autocast(

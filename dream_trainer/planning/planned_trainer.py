@@ -284,7 +284,6 @@ class PlannedTrainer(MeasuredTrainer):
     def _run_stage(self, stage: SetupStage, build: Build) -> None:
         of_user: Any = super()  # SetupMixin's, which comes after
         if stage.name == "materialise":
-            assert build.plan is not None
             build.plan.values = self._made
         with self._made.mode if stage.name in _OF_TENSORS else nullcontext():
             if stage.name != "load_pretrained":

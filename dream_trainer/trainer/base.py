@@ -305,18 +305,15 @@ class BaseTrainer(AbstractTrainer):
     def _run_window(self, window: Window) -> None:
         runtime, progress = self._runtime, self._runtime.progress
         self._window_started()
-        if self.config.training_parameters.on_nonfinite != "retry":
-            if not runtime.parallel.changes_in_steps:
-                return self._run_batches(window)
-            with runtime.parallel.whole(stays_fresh=True):
-                return self._run_batches(window)
+        may_run_again = self.config.training_parameters.on_nonfinite == "retry"
         before = progress.batch_idx, runtime.window.local_batches
-        moved = MovedByForward(runtime.registry)
+        moved = MovedByForward(runtime.registry) if may_run_again else None
         while True:
             try:
                 with runtime.parallel.whole(stays_fresh=True):
                     return self._run_batches(window)
             except RetryWindow:
+                assert moved is not None  # only raised if a window may run again
                 progress.batch_idx, runtime.window.local_batches = before
                 moved.put_back()
                 if runtime.log is not None:
@@ -371,7 +368,7 @@ class BaseTrainer(AbstractTrainer):
     def _complete_window(self, window: Window) -> None:
         """The one place where completed work is counted, before any listener is called."""
         runtime, progress = self._runtime, self._runtime.progress
-        state, feed = runtime.window, runtime.data.feed
+        state, feed, schedule = runtime.window, runtime.data.feed, runtime.schedule
         stepped = runtime.accumulation.finish_window()
         runtime.optimizer_step.guard.settle_when_full()
         runtime.parallel.join_buffers()
@@ -379,20 +376,15 @@ class BaseTrainer(AbstractTrainer):
         progress.finish_window(stepped=stepped, samples=state.samples, tokens=state.tokens, end=window.end)
         state.tokens = 0
         progress.is_pass_over = feed.is_pass_over
-        self._note_what_follows(stepped=stepped)
-        if runtime.session.is_first_window:
-            runtime.session.is_first_window = False
-            runtime.world.first_step_is_done()
-
-    def _note_what_follows(self, *, stepped: bool) -> None:
-        """Records the work due after the window just counted, also for a checkpoint saved before that."""
-        runtime = self._runtime
-        state, schedule = runtime.window, runtime.schedule
-        state.epoch_ends = schedule.epoch_is_over(is_pass_over=runtime.data.feed.is_pass_over)
+        # Work due after it is noted now, for a checkpoint that is saved before that.
+        state.epoch_ends = schedule.epoch_is_over(is_pass_over=feed.is_pass_over)
         validates = bool(runtime.data.validation) and schedule.validation_is_due(
             stepped=stepped, epoch_ended=state.epoch_ends, by_the_clock=bool(state.flags.validate)
         )
         schedule.owe(stepped=stepped, epoch_ended=state.epoch_ends, validates=validates)
+        if runtime.session.is_first_window:
+            runtime.session.is_first_window = False
+            runtime.world.first_step_is_done()
 
     def _save_if_due(
         self, *, stepped: bool = False, epoch_ended: bool = False, is_last: bool = False, requested: bool = False
@@ -457,7 +449,7 @@ class BaseTrainer(AbstractTrainer):
                 if stopped:
                     return False
         schedule.owe(stepped=stepped, epoch_ended=epoch_ended, validates=False)
-        schedule.validated()
+        schedule.validations.restart()
         step = runtime.progress.global_step
         runtime.best.validated(metrics, self._best_modes(), step)
         if runtime.log is not None:
@@ -638,20 +630,18 @@ def keeping_state(runtime: Runtime) -> Iterator[None]:
     callbacks = listening_callbacks(runtime, "pre_epoch")
     shared, of_rank = copy.deepcopy(hooks.state_dict()), copy.deepcopy(hooks.rank_state_dict())
     of_callbacks = [copy.deepcopy(callback.state_dict()) for callback in callbacks]
-    tensors = [{name: t.detach().clone() for name, t in one.checkpoint_tensors().items()} for one in callbacks]
-    buffers = {name: buffer.detach().clone() for name, buffer in model_buffers(models).items()}
+
+    def tensors() -> list[dict[str, Tensor]]:
+        return [model_buffers(models), *(callback.checkpoint_tensors() for callback in callbacks)]
+
+    before = [{name: tensor.detach().clone() for name, tensor in of_one.items()} for of_one in tensors()]
     random = random_state(device)
     yield
     set_random_state(*random, device)
-    take_shapes(models, buffers, {name: value.shape for name, value in buffers.items()})
-    with torch.no_grad():
-        for name, buffer in model_buffers(models).items():
-            if name in buffers:
-                buffer.copy_(buffers[name])
-        for callback, former in zip(callbacks, tensors, strict=True):
-            for name, tensor in callback.checkpoint_tensors().items():
-                if name in former:
-                    tensor.detach().copy_(former[name])
+    take_shapes(models, before[0], {name: value.shape for name, value in before[0].items()})
+    for now, then in zip(tensors(), before, strict=True):
+        for name in now.keys() & then.keys():
+            now[name].detach().copy_(then[name])
     for callback, state in zip(callbacks, of_callbacks, strict=True):
         callback.load_state_dict(state)
     hooks.load_state_dict(shared)

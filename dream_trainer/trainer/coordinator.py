@@ -70,7 +70,7 @@ class Coordinator:
                 asked.save_requested or asked.save_signalled or due,
                 saving,
                 save_failed,
-                goes_by_the_clock and self._is_main and schedule.validation_is_due_by_the_clock(),
+                goes_by_the_clock and self._is_main and schedule.validations.is_due_by_the_clock(),
                 waiting,
                 short,
                 sum(one.is_due_by_the_clock() << n for n, one in enumerate(self._timed)) if self._asks else 0,

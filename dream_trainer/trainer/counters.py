@@ -133,14 +133,14 @@ class Schedule:
     def follow(self, parameters: TrainingParameters) -> None:
         """Limits and intervals are those of `parameters` from now on; between two calls of `fit`."""
         self._parameters = parameters
-        self._validations = Cadence(
+        self.validations = Cadence(
             steps=parameters.val_every_n_steps,
             epochs=parameters.epochs_between_validations,
             minutes=parameters.val_every_minutes,
             clock=self._clock,
         )
         self._limit_seconds = None if parameters.max_time is None else parameters.max_time.total_seconds()
-        self.goes_by_the_clock = self._limit_seconds is not None or self._validations.goes_by_the_clock
+        self.goes_by_the_clock = self._limit_seconds is not None or self.validations.goes_by_the_clock
         self.epoch_steps = 1 if parameters.fast_dev_run else parameters.train_steps_per_epoch
         self._max_epochs = _limit(parameters.epoch_limit)
         self.max_steps = _limit(1 if parameters.fast_dev_run else parameters.max_steps)
@@ -188,7 +188,7 @@ class Schedule:
 
     def start(self) -> None:
         self._started = self._clock()
-        self._validations.restart()
+        self.validations.restart()
         self._before = self._progress.elapsed_seconds
         self._is_running = True
 
@@ -215,10 +215,6 @@ class Schedule:
         """Batches per rank of one validation; None for all."""
         return 1 if self._parameters.fast_dev_run else self._parameters.val_steps_per_epoch
 
-    def validation_is_due_by_the_clock(self) -> bool:
-        """Whether `val_every_minutes` have passed since the last validation, on this rank's clock."""
-        return self._validations.is_due_by_the_clock()
-
     def validation_is_due(self, *, stepped: bool, epoch_ended: bool, by_the_clock: bool) -> bool:
         """Whether to validate after the window just counted."""
         if not self._validates:
@@ -227,10 +223,7 @@ class Schedule:
             return True
         progress = self._progress
         step, epoch = progress.global_step if stepped else None, progress.current_epoch + 1 if epoch_ended else None
-        return self._validations.is_due(step, epoch)
-
-    def validated(self) -> None:
-        self._validations.restart()
+        return self.validations.is_due(step, epoch)
 
     def owe(self, *, stepped: bool, epoch_ended: bool, validates: bool) -> None:
         """Notes what is to be done after the window just counted, for a checkpoint that is saved before it is."""

@@ -11,7 +11,8 @@ from dream_trainer.data.loader import PerRankLoader, ShardReader
 from dream_trainer.data.loader_groups import AlternatingLoaders
 from dream_trainer.data.ordered import OrderedDataset, innermost
 from dream_trainer.data.sample_count import SampleCount
-from dream_trainer.data.stream import TrainStream, loader_batch_size, train_stream, validation_batches
+from dream_trainer.data.stream import ValidationBatches, loader_batch_size, train_stream, validation_batches
+from dream_trainer.data.window import TrainStream
 from dream_trainer.distributed.ranks import refuse_differences
 from dream_trainer.errors import DataError, HookError
 from dream_trainer.trainer.hooks import Hooks
@@ -38,24 +39,19 @@ def connect_data(runtime: Runtime) -> None:
                 f"global_batch_size derives one accumulation, and the batch sizes of the loaders differ: {sizes}. Use "
                 "one batch size, or set gradient_accumulation_steps instead."
             )
-    runtime.state.accumulation_steps = (
-        accumulation_steps(parameters, batch_size or parameters.train_batch_size, world.dp_size)
-        if parameters.global_batch_size is not None
-        else parameters.gradient_accumulation_steps
-    )
+    size = parameters.train_batch_size
+    runtime.state.accumulation_steps = accumulation_steps(parameters, batch_size or size, world.dp_size)
     # The user did not ask for the default, so no message says that the loader ignores it.
-    expected = (None, parameters.train_batch_size)
-    is_set = parameters.train_batch_size != TrainingParameters.train_batch_size
-    if is_set and batch_size not in expected and parameters.global_batch_size is None:
-        unused = f"train_batch_size={parameters.train_batch_size}"
+    is_set = size != TrainingParameters.train_batch_size
+    if is_set and batch_size not in (None, size) and parameters.global_batch_size is None:
+        unused = f"train_batch_size={size}"
         runtime.warn_once("batch_size", f"the training loader's batch size {batch_size} counts, not {unused}.")
     own_count = None if type(runtime.hooks).batch_size is Hooks.batch_size else runtime.hooks.batch_size
     runtime.data.count = SampleCount(own_count, partial(runtime.warn_once, "samples of a batch"))
     _open_stream(runtime)
     runtime.state.val_dataloaders = _named_validation_loaders(runtime, val)
     runtime.data.validation = {
-        name: validation_batches(loader, dp_rank=world.dp_rank, dp_size=world.dp_size, seed=runtime.config.seed)
-        for name, loader in runtime.state.val_dataloaders.items()
+        name: batches_to_validate(runtime, loader) for name, loader in runtime.state.val_dataloaders.items()
     }
     refuse_one_order_for_both(runtime)
     steps = agree_on_data(runtime)
@@ -129,6 +125,11 @@ def _stream(runtime: Runtime, loader: Any, count: SampleCount | None = None) -> 
     return stream
 
 
+def batches_to_validate(runtime: Runtime, loader: Any) -> ValidationBatches:
+    world = runtime.world
+    return validation_batches(loader, dp_rank=world.dp_rank, dp_size=world.dp_size, seed=runtime.config.seed)
+
+
 def global_batch_size(runtime: Runtime) -> int | None:
     """Samples of one full optimizer step over all ranks; None if the loader has no batch size."""
     batch_size = loader_batch_size(runtime.state.train_dataloader)
@@ -156,18 +157,17 @@ def planned_steps(parameters: TrainingParameters, steps_per_pass: int | None, ba
 
 def _named_validation_loaders(runtime: Runtime, val: Any) -> dict[str, Any]:
     has_step = type(runtime.hooks).validation_step is not Hooks.validation_step
-    if val is None or (isinstance(val, Mapping) and not val):
-        if has_step:
-            runtime.warn_once(
-                "no-val", "validation_step is never called: configure_dataloaders returned no validation loader."
-            )
-        return {}
-    if not has_step:
+    loaders = {} if val is None else dict(val) if isinstance(val, Mapping) else {"": val}
+    if has_step and not loaders:
+        runtime.warn_once(
+            "no-val", "validation_step is never called: configure_dataloaders returned no validation loader."
+        )
+    if loaders and not has_step:
         raise HookError(
             "configure_dataloaders returned a validation loader, but validation_step is not overridden. "
             "Write validation_step, or return (train, None)."
         )
-    return dict(val) if isinstance(val, Mapping) else {"": val}
+    return loaders
 
 
 def refuse_one_order_for_both(runtime: Runtime) -> None:

@@ -116,14 +116,11 @@ def describe(runtime: Runtime) -> str:
     lines += [f"| {number} | {stage} | {reason} |" for number, (stage, reason) in enumerate(stages, start=1)]
     rows = ["| Event | Listener | Order | Ranks |", "| --- | --- | --- | --- |"]
     for event in EVENTS:
-        name = event
-        for part in heard(type(runtime.hooks), event):
-            rows.append(f"| {name} | {part.__name__} | first | all |")
-            name = ""
+        listeners = [f"{part.__name__} | first | all" for part in heard(type(runtime.hooks), event)]
         for callback in listening_callbacks(runtime, event):
             ranks = "0" if callback.main_process_only else "all"
-            rows.append(f"| {name} | {type(callback).__name__} | {callback.order} | {ranks} |")
-            name = ""
+            listeners.append(f"{type(callback).__name__} | {callback.order} | {ranks}")
+        rows += [f"| {'' if number else event} | {listener} |" for number, listener in enumerate(listeners)]
     if len(rows) == 2:
         rows.append("| (no event has a listener) | | | |")
     lines += ["", "## Events", "", *rows]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.nn as nn
@@ -14,6 +14,10 @@ from dream_trainer.errors import HookError, StepError
 from dream_trainer.modules.metrics import is_metric
 
 Scheduler = LRScheduler | ReduceLROnPlateau
+
+
+def parameters_of(*optimizers: Optimizer) -> Iterator[nn.Parameter]:
+    return (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
 
 
 class Registry:
@@ -47,31 +51,22 @@ class Registry:
         """Learning rate schedulers by attribute name; those in lists and dicts as `name.key`."""
         return self._named_by_type(Scheduler)
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self, *, also_private: bool = False) -> dict[str, Any]:
         """torchmetrics objects by attribute name; those in lists and dicts, modules or not, as `name.key`."""
-        return self._metrics_in(self._public_attributes())
-
-    def metrics_also_private(self) -> list[Any]:
-        return list(self._metrics_in(self._attributes.items()).values())
-
-    def _metrics_in(self, attributes: Iterable[tuple[str, Any]]) -> dict[str, Any]:
         torchmetrics = sys.modules.get("torchmetrics")
         if torchmetrics is None:
             return {}
-        return self._named_by_type((torchmetrics.Metric, torchmetrics.MetricCollection), attributes)
+        kinds = (torchmetrics.Metric, torchmetrics.MetricCollection)
+        return self._named_by_type(kinds, also_private=also_private)
 
     def optimizers_of(self, model: nn.Module) -> list[Optimizer]:
         parameters = {id(parameter) for parameter in model.parameters()}
-        return [
-            optimizer
-            for optimizer in self.optimizers().values()
-            if any(id(p) in parameters for group in optimizer.param_groups for p in group["params"])
-        ]
+        return [one for one in self.optimizers().values() if any(id(p) in parameters for p in parameters_of(one))]
 
     def refuse_another_model(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Raises StepError if others update `model`, and these, not being of an absent stage, update none of it."""
         own = self.optimizers_of(model)
-        given = [one for one in optimizers if any(group["params"] for group in one.param_groups)]
+        given = [one for one in optimizers if next(parameters_of(one), None) is not None]
         if own and given and set(own).isdisjoint(given):
             named = next((f"self.{name}" for name, one in self.models().items() if one is model), type(model).__name__)
             raise StepError(
@@ -83,7 +78,7 @@ class Registry:
         """Checks that every parameter that an optimizer updates is one of the trainer's models'."""
         known = {id(parameter) for model in self.models().values() for parameter in model.parameters()}
         for name, optimizer in self.optimizers().items():
-            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            for parameter in parameters_of(optimizer):
                 if id(parameter) not in known:
                     raise HookError(
                         f"self.{name} updates a parameter of shape {tuple(parameter.shape)} that belongs to no model "
@@ -109,10 +104,10 @@ class Registry:
                             f"({type(item).__name__}): the trainer would neither shard nor save it. Use {kind}."
                         )
 
-    def _named_by_type(self, kinds: Any, attributes: Iterable[tuple[str, Any]] | None = None) -> dict[str, Any]:
+    def _named_by_type(self, kinds: Any, *, also_private: bool = False) -> dict[str, Any]:
         """Objects of `kinds`, keyed by first name: an object with two names is one object, saved once."""
         found: dict[str, Any] = {}
-        for name, value in self._public_attributes() if attributes is None else attributes:
+        for name, value in self._attributes.items() if also_private else self._public_attributes():
             if isinstance(value, kinds):
                 found[name] = value
             elif isinstance(value, Mapping) or type(value) is nn.ModuleDict:

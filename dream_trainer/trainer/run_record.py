@@ -111,8 +111,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def config_fields(config: Mapping[str, Any], record: RunRecord | None) -> dict[str, Any]:
     """The config's fields by dotted names; of a branch with the words that it began by."""
     values = dict(leaves(config))
-    parent = None if record is None else record.parent
-    words: dict[str, Any] = (parent or {}).get("words", {})
+    words: dict[str, Any] = {} if record is None or record.parent is None else record.parent.get("words", {})
     return values | {BRANCH + name: word for name, word in words.items() if BRANCH + name in values}
 
 

@@ -18,6 +18,7 @@ from dream_trainer.distributed.watchdog import Watchdog
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import HookError, StepError
 from dream_trainer.loggers.records import Records
+from dream_trainer.modules.metrics import ValidationMetrics
 from dream_trainer.parallel.axis import MeshParallelism
 from dream_trainer.parallel.parallel_models import ParallelModels
 from dream_trainer.parallel.sharded_model import shardable_bytes
@@ -30,7 +31,6 @@ from dream_trainer.trainer.state_registry import StateRegistry
 from dream_trainer.trainer.step.accumulation import Accumulation
 from dream_trainer.trainer.step.optimizer_step import OptimizerStep
 from dream_trainer.trainer.user_class import definers, is_ours
-from dream_trainer.trainer.validation_metrics import ValidationMetrics
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -187,8 +187,6 @@ def _build_step(runtime: Runtime) -> None:
     accumulation = Accumulation(config.device_parameters, world, registry, parallel, runtime.warn_once)
     loss_scale = accumulation.loss_scale
     guard = NonFiniteGuard(config.training_parameters, world, runtime.progress, loss_scale, runtime.warn_once)
-    events = ("pre_optimizer_step", "post_optimizer_step")
-    before, after = [runtime.events[event] for event in events]
     runtime.accumulation = accumulation
     runtime.optimizer_step = OptimizerStep(
         config.training_parameters,
@@ -198,9 +196,9 @@ def _build_step(runtime: Runtime) -> None:
         parallel,
         accumulation,
         guard,
-        before=before,
-        after=after,
-        is_heard=(anyone_listens(runtime, events[0]), anyone_listens(runtime, events[1])),
+        before=runtime.events["pre_optimizer_step"],
+        after=runtime.events["post_optimizer_step"],
+        is_heard=(anyone_listens(runtime, "pre_optimizer_step"), anyone_listens(runtime, "post_optimizer_step")),
     )
 
 

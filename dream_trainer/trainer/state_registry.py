@@ -104,18 +104,16 @@ class StateRegistry:
 
     def tensors(self, saved: Collection[str] | None = None) -> dict[str, Tensor]:
         """Tensors, sharded or equal on all ranks; given a checkpoint's names, only of owners that have some there."""
+        owned: dict[str, Mapping[str, Tensor]] = {
+            prefix: callback.checkpoint_tensors() for _, prefix, callback in numbered(self._runtime.config.callbacks)
+        }
+        owned |= {f"{REGISTERED_PREFIX}{name}.": one.save() for name, one in self._registered["tensors"].items()}
         return {
             f"{prefix}{name}": tensor
-            for prefix, of_one in self._tensors()
+            for prefix, of_one in owned.items()
             for name, tensor in of_one.items()
             if saved is None or any(f"{prefix}{other}" in saved for other in of_one)
         }
-
-    def _tensors(self) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-        for _, prefix, callback in numbered(self._runtime.config.callbacks):
-            yield prefix, callback.checkpoint_tensors()
-        for name, one in self._registered["tensors"].items():
-            yield f"{REGISTERED_PREFIX}{name}.", one.save()
 
 
 def _progress(saved: dict[str, Any], branch: BranchParameters) -> dict[str, Any]:

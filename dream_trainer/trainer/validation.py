@@ -40,15 +40,15 @@ def validate(
         for name, batches in loaders.items():
             runtime.state.val_name = name
             prefix = f"val/{name}/" if name else "val/"
-            if runtime.validation_metrics is not None:
-                runtime.validation_metrics.start_loader()
+            metered = runtime.validation_metrics
+            if metered is not None:
+                metered.start_loader()
             media = None if runtime.state.is_sanity_validation else runtime.records.validation_media
             record = Record(prefix=prefix, media=media, needs_weight=runtime.world.divided_samples)
             with runtime.records.inside(record), runtime.parallel.whole():
                 in_order = in_step(runtime, batches, max_batches, hears_signals=hears_signals)
                 _run_loader(runtime, batches, in_order, record)
             of_loader: dict[str, float] = {}
-            metered = runtime.validation_metrics
             of_metrics = [] if metered is None else metered.values()
             for name, value in (*record.metrics.reduce(runtime.world).items(), *of_metrics):
                 name = prefix + name.removeprefix("val/")
@@ -104,13 +104,11 @@ def _run_loader(
         if is_padding:
             # runs the step only for its collectives: what it logs and counts is thrown away
             runtime.state.is_padding_batch = True
-            try:
-                aside = Record(prefix=record.prefix, needs_weight=record.needs_weight)
-                metrics = runtime.validation_metrics
-                with runtime.records.inside(aside), nullcontext() if metrics is None else metrics.padding():
-                    runtime.window.validation_step(moved, batch_idx)
-            finally:
-                runtime.state.is_padding_batch = False
+            aside = Record(prefix=record.prefix, needs_weight=record.needs_weight)
+            metrics = runtime.validation_metrics
+            with runtime.records.inside(aside), nullcontext() if metrics is None else metrics.padding():
+                runtime.window.validation_step(moved, batch_idx)
+            runtime.state.is_padding_batch = False  # as at the end of a validation, however that ends
             continue
         dealt = source.samples_in(batch_idx) if count.own is None else None
         record.weight = count(batch, batch_size) if dealt is None else dealt

@@ -27,7 +27,7 @@ class Timed(Validates, Spread):
         self.patience: list[float] = []
         self.timeouts: list[set[timedelta]] = []
         schedule = self._runtime.schedule
-        schedule._clock = schedule._validations._clock = lambda: 60 * self.minutes
+        schedule._clock = schedule.validations._clock = lambda: 60 * self.minutes
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         self.minutes += self.world.rank in self.slow_ranks

@@ -24,7 +24,6 @@ from dream_trainer.parallel.axes import CONTEXT
 from dream_trainer.parallel.axis import Parallelism
 from dream_trainer.parallel.micro_batches import digest
 from dream_trainer.trainer.abstract import AbstractTrainer
-from dream_trainer.trainer.runtime import Runtime
 
 if TYPE_CHECKING:
     from dream_trainer.parallel.context_attention import ContextAttention
@@ -58,12 +57,21 @@ class ContextParallelMixin(AbstractTrainer):
 
     def _finish_setup(self) -> None:
         super()._finish_setup()
-        if self.world.mesh_shape.cp == 1:
+        mesh = self.world.mesh
+        if mesh is None or self.world.mesh_shape.cp == 1:
             return
         from dream_trainer.data.packing.attention_mask import handlers
-        from dream_trainer.parallel.context_attention import AttentionTakeover
+        from dream_trainer.parallel.context_attention import (
+            AttentionTakeover,
+            GatheredAttention,
+            SequenceParts,
+            UlyssesAttention,
+        )
 
-        attention = _attention(self._runtime)
+        is_ulysses = self._runtime.config.context_parallel_parameters.attention == "ulysses"
+        rank, size, group = mesh["cp"].get_local_rank(), mesh["cp"].size(), mesh["cp"].get_group()
+        parts = SequenceParts(rank, size, group, is_balanced=not is_ulysses)
+        attention = UlyssesAttention(parts) if is_ulysses else GatheredAttention(parts)
         self.__sequence_cut = SequenceCut(attention, self.world)
         self._runtime.takeover = AttentionTakeover(attention, handlers)
 
@@ -105,17 +113,6 @@ class ContextParallelMixin(AbstractTrainer):
             return result
 
         return with_part
-
-
-def _attention(runtime: Runtime) -> ContextAttention:
-    from dream_trainer.parallel.context_attention import GatheredAttention, SequenceParts, UlyssesAttention
-
-    mesh = runtime.world.mesh
-    assert mesh is not None  # several ranks share sequences
-    rank, size, group = mesh["cp"].get_local_rank(), mesh["cp"].size(), mesh["cp"].get_group()
-    if runtime.config.context_parallel_parameters.attention == "ulysses":
-        return UlyssesAttention(SequenceParts(rank, size, group, is_balanced=False))
-    return GatheredAttention(SequenceParts(rank, size, group, is_balanced=True))
 
 
 @dataclass(eq=False, repr=False)

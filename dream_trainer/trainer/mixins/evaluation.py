@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
 from dream_trainer.config.checkpoint_parameters import Mode
 from dream_trainer.config.training_parameters import EvalConfigMixin, EvalParameters
-from dream_trainer.data.stream import validation_batches
 from dream_trainer.errors import ConfigError, HookError
+from dream_trainer.modules.metrics import ValidationMetrics
 from dream_trainer.nested import concatenated, detach, to_device
 from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.data_setup import batches_to_validate
 from dream_trainer.trainer.event_table import tell_end
 from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.session import failing_for_all, start
 from dream_trainer.trainer.validation import in_step, validate, validation_mode
-from dream_trainer.trainer.validation_metrics import ValidationMetrics
 
 
 class EvalMixin(AbstractTrainer):
@@ -64,7 +65,7 @@ class EvalMixin(AbstractTrainer):
                 named = dataloader if isinstance(dataloader, Mapping) else {"": dataloader}
                 if not named:
                     raise HookError("evaluate() got a dict without a loader. Pass a loader, or a dict of named ones.")
-                batches = {name: self._batches_of(loader) for name, loader in named.items()}
+                batches = {name: batches_to_validate(self._runtime, loader) for name, loader in named.items()}
             # A listener to an evaluation's end may evaluate too.
             state = self._runtime.state
             was_evaluating, state.is_evaluating = state.is_evaluating, True
@@ -101,7 +102,7 @@ class EvalMixin(AbstractTrainer):
                         f"predict({dataloader!r}) names no validation loader. Use one of {sorted(named)}, or a loader."
                     )
                 dataloader = named[dataloader]
-            batches = self._batches_of(dataloader)
+            batches = batches_to_validate(self._runtime, dataloader)
             predict_step = self._wrap_step(self.predict_step)
             with validation_mode(self._runtime), self._validation_context(), self._runtime.parallel.whole():
                 for batch_idx, (batch, is_padding) in enumerate(
@@ -118,18 +119,13 @@ class EvalMixin(AbstractTrainer):
             uneven = "predict() returns a list of batches' tensors: later dimensions differ. Pad samples to one length."
             return concatenated(in_order, lambda _: self.warn_once("uneven", uneven))
 
-    def _batches_of(self, dataloader: Any) -> Any:
-        return validation_batches(
-            dataloader, dp_rank=self.world.dp_rank, dp_size=self.world.dp_size, seed=self._runtime.config.seed
-        )
-
     # -- around a validation and each loader
 
     def _finish_setup(self) -> None:
         super()._finish_setup()
-        registry = self._runtime.registry
-        metrics = ValidationMetrics(self.named_metrics, registry.metrics_also_private, self.world, self.warn_once)
-        self.__validation_metrics = self._runtime.validation_metrics = metrics
+        also_private = partial(self._runtime.registry.metrics, also_private=True)
+        self.__metrics = ValidationMetrics(self.named_metrics, also_private, self.world, self.warn_once)
+        self._runtime.validation_metrics = self.__metrics
         parameters: EvalParameters = self._runtime.config.eval_parameters
         modes = self._best_modes()
         for name, mode in parameters.best_metrics.items():
@@ -141,7 +137,7 @@ class EvalMixin(AbstractTrainer):
 
     @contextmanager
     def _validation_context(self) -> Iterator[None]:
-        with self.__validation_metrics.validation(), super()._validation_context():
+        with self.__metrics.validation(), super()._validation_context():
             yield
 
     # -- after a validation

@@ -151,9 +151,7 @@ class PipelineParallelMixin(AbstractTrainer):
 
     def _wrap_step(self, step: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         step = super()._wrap_step(step)
-        if self.world.stages == 1:
-            return step
-        return naming_what_is_elsewhere()(step)
+        return step if self.world.stages == 1 else naming_what_is_elsewhere()(step)
 
     def forward_backward(
         self,

@@ -86,7 +86,6 @@ class SetupMixin(AbstractTrainer):
         self._runtime.parallel.buffers = JoinedBuffers(models, self.buffer_policies())
         refuse_unsupported(models, self.world.world_size, are_wrapped=_are_wrapped(self._runtime))
         _make_real_weights_equal(self._runtime)
-        assert build.tape is not None  # recorded by `configure`
         build.plan = remember(models, build.tape)
         self._runtime.parallel.verification = verification = verified_against_now(self._runtime)
         for stage in setup_stages(self._runtime):
@@ -137,9 +136,9 @@ class SetupMixin(AbstractTrainer):
 class Build:
     """Results that one stage passes to later ones."""
 
-    tape: Tape | None
+    tape: Tape  # until the models are real
     assigned: set[str] = field(default_factory=set)
-    plan: Plan | None = None
+    plan: Plan = field(init=False)  # from the end of `configure` on
     marks: ParameterMarks = field(default_factory=lambda: ParameterMarks({}))
 
 
@@ -151,7 +150,6 @@ class SetupStage(NamedTuple):
 
 def _configure_models(runtime: Runtime, build: Build) -> None:
     before = set(vars(runtime.hooks))
-    assert build.tape is not None  # until the models are real
     with build.tape.recording():
         runtime.hooks.configure_models()
     build.assigned = set(vars(runtime.hooks)) - before
@@ -163,7 +161,6 @@ def _configure_models(runtime: Runtime, build: Build) -> None:
 
 def _init_weights(runtime: Runtime, build: Build) -> None:
     tape = build.tape
-    assert tape is not None  # until the models are real
     if type(runtime.hooks).init_weights is Hooks.init_weights:
         for model in runtime.registry.models().values():
             default_init(model, tape)
@@ -220,12 +217,11 @@ def _wraps_replicas(runtime: Runtime) -> bool:
 
 def _materialise(runtime: Runtime, build: Build) -> None:
     models, world = runtime.registry.models(), runtime.world
-    assert build.plan is not None  # made before the stages that change modules
     materialize(models, build.plan, world.parameter_device)
     refuse_hidden(models | {name: value for name, value in vars(runtime.hooks).items() if name in build.assigned})
     build.marks.put_back(models)
     remember_first_values(models, build.plan)
-    build.tape = None  # it keeps what the constructors computed
+    del build.tape  # it keeps what the constructors computed
     runtime.frozen_draws = frozen_draws(models, build.plan)
     for axis in runtime.parallel.axes:
         axis.connect(axis_setup(runtime, build))

@@ -6,7 +6,7 @@ counts are exact (docs/measurements/step.md#exact-gradients).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, NoReturn
 
 import torch.nn as nn
@@ -22,7 +22,7 @@ from dream_trainer.gradient_state import GradientState
 from dream_trainer.modules.precision import without_autocast
 from dream_trainer.modules.recompute import mismatch
 from dream_trainer.parallel.parallel_models import ParallelModels
-from dream_trainer.trainer.registry import Registry
+from dream_trainer.trainer.registry import Registry, parameters_of
 from dream_trainer.trainer.step.buckets import Averaging, OverlappedAveraging
 from dream_trainer.trainer.step.nonfinite import LossScale
 
@@ -76,8 +76,7 @@ class GradientOrigins:
         """A parameter with a gradient; None if there is none, or several optimizers, which `finish_window` looks at."""
         if len(self.optimizers) > 1:
             return None
-        parameters = (p for optimizer in self.optimizers for p in _parameters(optimizer))
-        return next((p for p in parameters if p.grad is not None), None)
+        return next((p for p in parameters_of(*self.optimizers) if p.grad is not None), None)
 
     def has_stepped(self, optimizers: Sequence[Optimizer]) -> bool:
         return not self._stepped.isdisjoint(optimizers)
@@ -115,15 +114,15 @@ class GradientOrigins:
                 )
 
     def _has_gradients(self, optimizer: Optimizer) -> bool:
-        return self._local_gradients.has_gradients(_parameters(optimizer))
+        return self._local_gradients.has_gradients(parameters_of(optimizer))
 
     def _mark(self, optimizer: Optimizer) -> list[tuple[int, int]]:
         """Changes when gradients are added."""
-        grads = [local_tensor(p.grad) for p in _parameters(optimizer) if p.grad is not None]
+        grads = [local_tensor(p.grad) for p in parameters_of(optimizer) if p.grad is not None]
         return [(id(grad), write_count(grad)) for grad in grads]
 
     def _models(self, optimizer: Optimizer) -> list[str]:
-        parameters = {id(p) for p in _parameters(optimizer)}
+        parameters = {id(p) for p in parameters_of(optimizer)}
         models = self._registry.models().items()
         return [name for name, model in models if any(id(p) in parameters for p in model.parameters())]
 
@@ -133,10 +132,6 @@ class GradientOrigins:
     def _remedy(self, optimizer: Optimizer) -> str:
         models = ", ".join(f"self.{name}" for name in self._models(optimizer))
         return f"Keep that loss out of it: `with self.frozen({models}): self.backward(...)`."
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    return (p for group in optimizer.param_groups for p in group["params"])
 
 
 Weight = Tensor | float
@@ -245,11 +240,7 @@ class Accumulation:
         for group in self._local_gradients.graphs:
             group.hold()
         try:
-            if not self.goes_back_here:
-                pass  # the last stage's ranks do, and `step` brings the gradients here
-            elif self._backward_context is None:
-                loss.backward()
-            else:
+            if self.goes_back_here:  # otherwise the last stage's ranks do, and `step` brings the gradients here
                 with self._backward_context:
                     loss.backward()
         except RecomputationMismatch as error:
@@ -274,12 +265,11 @@ class Accumulation:
     def _begin_own_backward(self) -> None:
         if not self.reduced:
             self.own.refuse_changed_weights()
-        for optimizer in self.reduced:
-            if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-                raise StepError(
-                    "backward() was called after reduce_gradients(), whose gradients are those of all ranks. Call "
-                    "zero_grad() before it, as for SAM's second pass, or reduce_gradients() after the last backward()."
-                )
+        if any(p.grad is not None for p in parameters_of(*self.reduced)):
+            raise StepError(
+                "backward() was called after reduce_gradients(), whose gradients are those of all ranks. Call "
+                "zero_grad() before it, as for SAM's second pass, or reduce_gradients() after the last backward()."
+            )
 
     def finish_reduction(self, optimizers: Sequence[Optimizer]) -> None:
         """The gradients of `optimizers` are those of the global batch now."""
@@ -318,9 +308,12 @@ class Accumulation:
         return loss
 
     def _count(self, weight: Weight | None, model: nn.Module | None) -> None:
+        is_weighted = weight is not None
+        if self._weighted not in (None, is_weighted):
+            raise StepError(
+                f"{self._call}() was called with and without weight= in one window. Weight every micro-batch, or none."
+            )
         if weight is None:
-            if self._weighted:
-                self._refuse_mixture()
             if self._divided_samples:
                 raise StepError(
                     f"{self._call}() was called without weight= under {self._divided_samples}, but ranks have "
@@ -331,11 +324,7 @@ class Accumulation:
                     "the ranks have different numbers of samples in this window, so micro-batches do not count the "
                     f"same. Pass weight=number of samples to {self._call}(), or use drop_last=True."
                 )
-            self._weighted = False
         else:
-            if self._weighted is False:
-                self._refuse_mixture()
-            self._weighted = True
             if isinstance(weight, Tensor):
                 weight = weight.detach().clone()  # the user may count on in the same tensor
             key = self._total_key(model)
@@ -345,6 +334,7 @@ class Accumulation:
                 self._totals[key] = weight
                 self._spent.discard(key)
             self.batch_weight = weight
+        self._weighted = is_weighted
         if self._batch_is_empty and self._batch_backwards == 0:
             self.counted_batches += 1
         self._backwards += 1
@@ -356,11 +346,6 @@ class Accumulation:
         raise StepError(
             f"backward() was called under {self._world.mesh_shape.setting('pp')}, but no rank has the whole graph. "
             "Call self.forward_backward(model, inputs, targets, loss_fn, weight=...), also in one process."
-        )
-
-    def _refuse_mixture(self) -> None:
-        raise StepError(
-            f"{self._call}() was called with and without weight= in one window. Weight every micro-batch, or none."
         )
 
     def _skip_batch(self) -> None:
@@ -510,12 +495,8 @@ class OwnGradients:
                     )
 
     def _look_at(self, optimizer: Optimizer) -> list[_Mark]:
-        parameters = [
-            p
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if id(p) not in self._gradients.shared and p.requires_grad
-        ]
+        shared = self._gradients.shared
+        parameters = [p for p in parameters_of(optimizer) if id(p) not in shared and p.requires_grad]
         return [
             _Mark(p, p.grad, 0 if p.grad is None else write_count(local_tensor(p.grad)), write_count(p))
             for p in parameters[:: len(parameters) // _WATCHED + 1]

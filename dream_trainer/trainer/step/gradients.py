@@ -15,12 +15,13 @@ import torch.nn as nn
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from dream_trainer.compat.pytorch import foreach_div_, foreach_mul_, foreach_norm, is_dtensor, local_gradients
+from dream_trainer.compat.pytorch import foreach_mul_, foreach_norm, is_dtensor, local_gradients
 from dream_trainer.config.device_parameters import DeviceParameters
 from dream_trainer.distributed.world import World
 from dream_trainer.gradient_state import GradientState
 from dream_trainer.modules.precision import reduce_dtype
 from dream_trainer.optim.muon import Muon
+from dream_trainer.trainer.registry import parameters_of
 from dream_trainer.trainer.step.buckets import Averaging, OverlappedAveraging, make_buckets
 
 
@@ -68,7 +69,7 @@ def plan_step(
 ) -> StepPlan:
     """Makes the plan for stepping `optimizers` together; `devices` says how gradients cross ranks."""
     # Frozen ones too: they may be unfrozen later, and cost nothing while they have no gradient.
-    by_id = {id(p): p for o in optimizers for g in o.param_groups for p in g["params"]}
+    by_id = {id(p): p for p in parameters_of(*optimizers)}
     parameters = list(by_id.values())
     kinds: dict[tuple[int, bool, float, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -111,7 +112,7 @@ def guards_itself(optimizer: Optimizer, shard_of: Mapping[int, nn.Parameter]) ->
     """Whether `found_inf` makes the optimizer leave weights and state unchanged, on the device, without a host read."""
     if type(optimizer) is Muon:
         return True
-    parameters = [shard_of.get(id(p), p) for group in optimizer.param_groups for p in group["params"]]
+    parameters = [shard_of.get(id(p), p) for p in parameters_of(optimizer)]
     sharded = any(is_dtensor(p) for p in parameters)
     kinds = (Adam, AdamW) if sharded else (Adam, AdamW, SGD, Adagrad)
     return type(optimizer) in kinds and all(group.get("fused") for group in optimizer.param_groups)
@@ -132,12 +133,6 @@ def copies_of(parameter: nn.Parameter, n_ranks: int) -> int:
 def gradients_of(plan: StepPlan) -> list[list[Tensor]]:
     """This rank's part of the gradients that exist, group by group."""
     return [group.gradients() for group in plan.groups]
-
-
-def divide_sums(plan: StepPlan, grads: list[list[Tensor]]) -> None:
-    for place in plan.sums:
-        if grads[place]:
-            foreach_div_(grads[place], float(plan.groups[place].divisor))
 
 
 def counted(plan: StepPlan, grads: list[list[Tensor]]) -> list[Tensor]:
@@ -192,14 +187,9 @@ def norm_over_stages(norm: Tensor, stages: dist.ProcessGroup) -> Tensor:
 
 def scale_gradients(plan: StepPlan, grads: list[list[Tensor]], factor: Tensor) -> None:
     """Multiplies the gradients in place by a 0-dim tensor; a Python float would cost three times more."""
-    for group_gradients in grads:
-        if not group_gradients:
-            continue
+    for group_gradients in filter(None, grads):
         if plan.one_dtype:
-            foreach_mul_(
-                group_gradients,
-                factor if factor.dtype is group_gradients[0].dtype else factor.to(group_gradients[0].dtype),
-            )
+            foreach_mul_(group_gradients, factor.to(group_gradients[0].dtype))
         else:
             for grad in group_gradients:
                 grad.mul_(factor.to(grad.dtype))

@@ -15,19 +15,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dream_trainer.compat.pytorch import foreach_clamp_max_, foreach_clamp_min_, plain_beside_dtensors
+from dream_trainer.compat.pytorch import foreach_clamp_max_, foreach_clamp_min_, foreach_div_, plain_beside_dtensors
 from dream_trainer.config.device_parameters import DeviceParameters
 from dream_trainer.config.training_parameters import TrainingParameters
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import StepError
 from dream_trainer.modules.precision import without_autocast
 from dream_trainer.parallel.parallel_models import ParallelModels
-from dream_trainer.trainer.registry import Registry
+from dream_trainer.trainer.registry import Registry, parameters_of
 from dream_trainer.trainer.step.accumulation import Accumulation, Weight
 from dream_trainer.trainer.step.gradients import (
     StepPlan,
     counted,
-    divide_sums,
     global_norm,
     gradients_of,
     group_sizes,
@@ -91,8 +90,6 @@ class OptimizerStep:
         self._pairs: set[tuple[nn.Module, tuple[Optimizer, ...]]] = set()  # that belong together
 
     def step(self, model: nn.Module, optimizers: tuple[Optimizer, ...], schedulers: Sequence[Any]) -> Tensor:
-        if self._context is None:
-            return self._step(model, optimizers, schedulers)
         with self._context:
             return self._step(model, optimizers, schedulers)
 
@@ -107,9 +104,7 @@ class OptimizerStep:
         plan = self._plan(optimizers)
         models = self._registry.models().values()
         trained = [m for m in models if not set(self._registry.optimizers_of(m)).isdisjoint(optimizers)]
-        if self._accumulation.counted_batches == 0 or not trained:
-            return
-        if self._accumulation.is_reduced(optimizers):
+        if self._accumulation.counted_batches == 0 or not trained or self._accumulation.is_reduced(optimizers):
             return
         with torch.no_grad():
             grads, _, scale, _ = self._reduce(trained[0], optimizers, plan)
@@ -133,10 +128,7 @@ class OptimizerStep:
         can_rerun = self._accumulation.begin_step()
         if self._world.world_size > 1:
             self._local_gradients.let_graphs_go()
-        if self._parallel.changes_in_steps:
-            with self._parallel.stepping():
-                norm = self._advance(model, optimizers, plan, can_rerun=can_rerun)
-        else:
+        with self._parallel.stepping() if self._parallel.changes_in_steps else _NOTHING:
             norm = self._advance(model, optimizers, plan, can_rerun=can_rerun)
         self._origins.stepped(optimizers)
         for optimizer in optimizers:
@@ -188,7 +180,7 @@ class OptimizerStep:
         return plan
 
     def _sharing(self, optimizers: tuple[Optimizer, ...]) -> list[tuple[Optimizer, ...]]:
-        own = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        own = {id(p) for p in parameters_of(*optimizers)}
         plans = [(others, plan) for others, plan in self._plans.items() if others != optimizers]
         return [others for others, plan in plans if any(id(p) in own for p in plan.parameters)]
 
@@ -245,8 +237,9 @@ class OptimizerStep:
                 self._ties.add_up(plan.tied, number := self._origins.number_of(optimizers))
                 self._local_gradients.note_step(number)
             grads = gradients_of(plan)
-            if plan.sums:
-                divide_sums(plan, grads)
+            for place in plan.sums:
+                if grads[place]:
+                    foreach_div_(grads[place], float(plan.groups[place].divisor))
             norm, total = self._norm(plan, grads, weight, carried, self._lacking(plan))
             if self._stages is not None:
                 norm = norm_over_stages(norm, self._stages)

@@ -33,15 +33,14 @@ def connect_copies(registry: Registry, world: World, gradients: GradientState) -
         return
     own = {key: (tie.own_name, parameter) for key, (tie, parameter) in ties.items() if parameter is not None}
     places = {
-        key: f"{name} is in group {number} of {optimizer_name}"
-        for key, (name, parameter) in own.items()
+        id(parameter): f"in group {number} of {optimizer_name}"
         for optimizer_name, optimizer in registry.optimizers().items()
         for number, group in enumerate(optimizer.param_groups)
-        if any(parameter is other for other in group["params"])
+        for parameter in group["params"]
     }
     held = {
-        key: (places.get(key, f"{name} is in no optimizer"), f"{name} is {_layout(parameter)}")
-        for key, (name, parameter) in own.items()
+        key: (f"{name} is {places.get(id(p), 'in no optimizer')}", f"{name} is {_layout(p)}")
+        for key, (name, p) in own.items()
     }
     all_held = world.all_gather_object(held)
     for key, (tie, _) in ties.items():
