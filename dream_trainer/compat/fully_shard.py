@@ -23,13 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from dream_trainer.compat.pytorch import (
-    after_accumulation,
-    local_tensor,
-    unnoticed_writes,
-    whole_of,
-    write_count,
-)
+from dream_trainer.compat.pytorch import after_accumulation, local_tensor, unnoticed_writes, whole_of, write_count
 from dream_trainer.compat.touched_shards import TouchableShards
 from dream_trainer.errors import StepError
 from dream_trainer.gradient_state import GradientState
@@ -177,9 +171,7 @@ class DifferentiableGroup(FSDPParamGroup):
     @torch.no_grad()
     def write_back(self, *, also_unseen: bool) -> None:
         """Copies writes to gathered parameters to the shards."""
-        if not self.is_unsharded:
-            return
-        if self.is_stale:
+        if not self.is_unsharded or self.is_stale:
             return
         now = self._count_writes()
         if not also_unseen and now == self._writes:
@@ -379,9 +371,7 @@ class WholeGroup(DifferentiableGroup):
     def post_backward(self, *unused: Any) -> None:
         """Keeps the gradients, in the dtype of the parameters, and releases the gathered parameters."""
         self._training_state = TrainingState.POST_BACKWARD
-        with torch.no_grad():
-            for parameter in self.fsdp_params:
-                self._keep(parameter)
+        self.settle()
         if self.reshard_after_backward:
             self.reshard()
 

@@ -241,8 +241,8 @@ def end_workers(loader: object) -> None:
         loader._iterator = None
 
 
-def shutdown_workers(iterator: object, patience_seconds: float = 1.0) -> None:
-    """Ends a `DataLoader` iterator's workers; those that load for longer than `patience_seconds` are killed."""
+def shutdown_workers(iterator: object) -> None:
+    """Ends a `DataLoader` iterator's workers; those that load for longer than 1 s are killed."""
     from torch._C import _remove_worker_pids
 
     # torchdata's iterators share this base and the names, and not the class for several processes.
@@ -253,12 +253,7 @@ def shutdown_workers(iterator: object, patience_seconds: float = 1.0) -> None:
         several._worker_pids_set = False
         _remove_worker_pids(id(several))
     workers = list(several._workers)
-
-    def kill() -> None:
-        for worker in workers:
-            worker.kill()
-
-    timer = threading.Timer(patience_seconds, kill)
+    timer = threading.Timer(1.0, lambda: [worker.kill() for worker in workers])
     timer.start()
     try:
         several._shutdown_workers()

@@ -120,14 +120,6 @@ def undisturbed_cpu_state() -> tuple[Tensor, Any, Any]:
     )
 
 
-def put_back(states: States) -> None:
-    of_torch, of_python, numpy_generator = states
-    torch.default_generator.set_state(of_torch)
-    random.setstate(of_python)
-    if numpy_generator is not None:
-        sys.modules["numpy"].random.set_bit_generator(numpy_generator)
-
-
 class preserved_random_state(AbstractContextManager[None]):
     """Restores the global generators when the block ends (20 us), except half a pair of numpy's legacy `randn`."""
 
@@ -166,7 +158,11 @@ class preserved_random_state(AbstractContextManager[None]):
                 outside.states = None  # not before: a signal that asks for a save may come just here too
 
     def _put_back(self) -> None:
-        put_back(self._state)
+        of_torch, of_python, numpy_generator = self._state
+        torch.default_generator.set_state(of_torch)
+        random.setstate(of_python)
+        if numpy_generator is not None:
+            sys.modules["numpy"].random.set_bit_generator(numpy_generator)
         if self._on_device is not None and self._device_state is not None:
             self._on_device.set_state(self._device_state)
 

@@ -51,7 +51,6 @@ class Watchdog:
         self._path = self.directory.absolute() / f"rank_{self.rank:05d}.txt"
         self._patient_depth = self._patience_changes = 0
         self._closing = threading.Event()
-        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Watchdog:
         self._closing.clear()
@@ -60,16 +59,10 @@ class Watchdog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stops watching. Safe to call twice; never waits long, since it is called on the way out of a failure too."""
-        if self._thread is None:
-            return
+        """Stops watching; never waits long, since it is called on the way out of a failure too."""
         self._closing.set()
         self._thread.join(timeout=5)
         faulthandler.cancel_dump_traceback_later()
-        self._thread = None
 
     @contextmanager
     def patient(self) -> Iterator[None]:

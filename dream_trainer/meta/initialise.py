@@ -102,9 +102,8 @@ def refuse_hidden(roots: Mapping[str, Any]) -> None:
                     continue  # an optimizer over a trainer's list of parameters is refused later, with its name
                 what = f"a {type(found).__name__}" if isinstance(found, nn.Module) else "a tensor"
                 raise InitError(
-                    f"self.{place} holds {what} that no module has as its own, so it stayed on the meta device. "
-                    "Assign it to the module or to the trainer, with requires_grad_(False) if it is not trained; "
-                    "nn.ModuleList and nn.ModuleDict hold several."
+                    f"self.{place} holds {what} that no module has as its own, so it stayed on the meta device. Assign "
+                    "it to the module or to the trainer; nn.ModuleList and nn.ModuleDict hold several."
                 )
 
 

@@ -135,9 +135,8 @@ def _refuse_left_behind(models: Mapping[str, nn.Module], plan: Plan) -> None:
                 kept, former = plan.parameters.get(id(tensor), (None, ""))
                 if kept is not None and kept() is tensor and id(tensor) not in now:
                     raise InitError(
-                        f"{prefix}.{name} holds the parameter {former} a second time, and would "
-                        "keep its state before sharding, which is not trained. Keep its name there, "
-                        "and look it up by get_parameter(name) where it is used."
+                        f"{prefix}.{name} holds the parameter {former} a second time, as it was before sharding, and "
+                        "would not be trained. Keep its name there, and use get_parameter(name)."
                     )
 
 

@@ -138,8 +138,6 @@ class ParameterMarks:
             self._attributes[name] = dict(now)
 
     def refuse_lost_hooks(self, models: Mapping[str, nn.Module]) -> None:
-        if not self._hooked:
-            return
         lost = next((name for name, one in _parameters(models) if name in self._hooked and not has_hooks(one)), None)
         if lost is not None:
             raise HookError(

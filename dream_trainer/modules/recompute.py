@@ -222,9 +222,8 @@ class BlockState:
                     moves.written.add(key)
             elif tensor._version != version:
                 raise StepError(
-                    f"{block} wrote into {key[1]!r}, but its first forwards did not, so activation checkpointing "
-                    "has no copy of its former content. Resume from the last checkpoint, which detects it again; or "
-                    "write into it in each forward, or leave this block out of activation checkpointing."
+                    f"{block} wrote into {key[1]!r}, but its first forwards did not, so its former content is lost. "
+                    "Resume from the last checkpoint, or leave this block out of activation checkpointing."
                 )
         moves.modes.add(self._modes)
         moves.versions = {key: tensor._version for key, tensor in self._noted if key not in moves.written}

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop, Rprop, SparseAdam
 
 from dream_trainer.checks import check_between, check_names, check_pattern, check_positive, refuse, spell
+from dream_trainer.compat.pytorch import is_dtensor
 from dream_trainer.config.parameter_class import PositiveFloat, PositiveInt, parameters
 from dream_trainer.errors import ConfigError
 from dream_trainer.optim.groups import GroupParameters, Placed, group, matches, place, require_match
@@ -245,9 +246,7 @@ UNSHARDABLE_FUSED: tuple[type[Optimizer], ...] = (SGD, Adagrad)  # whose fused k
 
 def refuse_unshardable(optimizer: Optimizer) -> None:
     """Raises ConfigError for an optimizer with sharded parameters that PyTorch would fail to step, or step wrong."""
-    from torch.distributed.tensor import DTensor
-
-    sharded = [g for g in optimizer.param_groups if any(isinstance(p, DTensor) for p in g["params"])]
+    sharded = [g for g in optimizer.param_groups if any(is_dtensor(p) for p in g["params"])]
     if not sharded:
         return
     refuse_unshardable_class(type(optimizer))

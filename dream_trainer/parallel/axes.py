@@ -59,9 +59,8 @@ class TensorParallelism(MeshParallelism):
             names = " or ".join(f"self.{name}" for name in setup.models)
             raise HookError(
                 f"{type(setup.hooks).__name__}.{self.hook} split no parameter of {names}: each of the "
-                f"{self.value(setup.config)} ranks would do the whole work. Split layers there with "
-                "parallelize_module(model, mesh, plan), whose plan names them as the model does, or set "
-                f"{self.setting}=1."
+                f"{self.value(setup.config)} ranks would do the whole work. Call parallelize_module(model, mesh, plan) "
+                f"there with a plan that names layers as the model does, or set {self.setting}=1."
             )
 
     def compile_options(self, config: Any, world: World | None) -> dict[str, Any]:
@@ -105,9 +104,8 @@ class ExpertParallelism(MeshParallelism):
         parts = modules_of_experts(models.values())
         if not any(world.all_gather_object(bool(parts))):
             raise HookError(
-                f"{type(setup.hooks).__name__}.{self.hook} split no experts: each of the {self.value(setup.config)} "
-                "ranks would have all of them. Call split_experts there for each module of stacked weights, or set "
-                f"{self.setting}=1."
+                f"{type(setup.hooks).__name__}.{self.hook} split no experts: each rank would have all of them. Call "
+                f"split_experts there for each module of stacked weights, or set {self.setting}=1."
             )
         for part in parts:
             if world.data_copies > 1 and world.parameter_mesh is not None:  # ranks that share layers have the same rows

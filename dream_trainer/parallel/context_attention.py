@@ -155,8 +155,7 @@ class UlyssesAttention(ContextAttention):
         if dims != {4}:
             raise StepError(
                 f'attention="ulysses" was called with queries of the shape {tuple(query.shape)} and keys of '
-                f"{tuple(key.shape)}, whose heads it does not know. Give it [batch, heads, length, width] or "
-                '[heads, length, width], or use attention="gathered".'
+                f'{tuple(key.shape)}, whose heads it does not know. Use [batch, heads, length, width], or "gathered".'
             )
         if mask is not None:
             if mask.ndim > 2 and mask.shape[-3] != 1:
@@ -228,9 +227,8 @@ class AttentionTakeover(TorchFunctionMode):
     ) -> Any:
         if is_compiling() and not self.is_in_graphs:
             raise StepError(
-                "torch.compile, or flex_attention, which is compiled, inside a step whose sequences are shared by "
-                "ranks. Under context_parallel call scaled_dot_product_attention, uncompiled; for packed rows "
-                "packed_attention, which may use flex_attention."
+                "torch.compile, or flex_attention, inside a step under context_parallel. Call "
+                "scaled_dot_product_attention, uncompiled, or packed_attention, which may use flex_attention."
             )
         return self.handlers.get(func, func)(*args, **(kwargs or {}))
 
@@ -393,9 +391,8 @@ def _share(in_graphs: AttentionTakeover, node: torch.fx.Node, is_in_function: bo
         )
     if function in KERNELS:
         raise StepError(
-            'flex_attention, or packed_attention with a mask of kind "flex" or "varlen", within a compiled block under '
-            'context_parallel. Use scaled_dot_product_attention, or packed_attention_mask(..., kind="sdpa"); or '
-            "compile=False."
+            'flex_attention, or a mask of kind "flex" or "varlen", in a compiled block under context_parallel. Use '
+            'scaled_dot_product_attention, or packed_attention_mask(..., kind="sdpa"); or compile=False.'
         )
     if handler is not None:
         node.target = handler

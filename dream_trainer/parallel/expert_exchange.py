@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from dream_trainer.compat.pytorch import has_values, is_dtensor
 from dream_trainer.distributed.world import gathered_rows, linear
 from dream_trainer.errors import ConfigError
+from dream_trainer.parallel.micro_batches import even_parts
 from dream_trainer.parallel.plain_run import plain
-
-EXPERT_DIM = "ep"
+from dream_trainer.parallel.sharding import dim_of_part
 
 
 class ExpertExchange:
@@ -72,7 +72,7 @@ class ExpertExchange:
         to_ranks, from_ranks = counts.view(self._size, -1), from_ranks.view(self._size, -1)
         if has_values(counts):
             leaving, coming = torch.stack((to_ranks.sum(1), from_ranks.sum(1))).tolist()
-        else:
+        else:  # without values that would say how many
             leaving = coming = even_parts(len(rows), self._size)
         received = _sent(rows, coming, leaving, self._group)
         experts = torch.arange(1, from_ranks.shape[1] + 1, device=rows.device).repeat(self._size)
@@ -80,11 +80,6 @@ class ExpertExchange:
         order = of_rows.sort(stable=True).indices
         own = received.index_select(0, order)
         return Visitors(own, from_ranks.sum(0), order, coming, leaving, self._group, self._alike, n_rows)
-
-
-def even_parts(rows: int, parts: int) -> list[int]:
-    """How many of `rows` each part has, without values that would say how many."""
-    return [rows // parts + (number < rows % parts) for number in range(parts)]
 
 
 @dataclass(frozen=True)
@@ -228,17 +223,16 @@ def _exchanges(model: nn.Module) -> dict[nn.Module, ExpertExchange]:
 
 
 def is_shared_by_experts(parameter: nn.Parameter) -> bool:
-    return is_dtensor(parameter) and EXPERT_DIM in (parameter.device_mesh.mesh_dim_names or ())
+    return dim_of_part(parameter, "ep") is not None
 
 
 # -- Where models' experts lie on the ranks, once `apply_expert_parallel` has split them: over ep, and over fsdp.
 
 
-def modules_of_experts(models: Iterable[nn.Module]) -> dict[nn.Module, list[str]]:
-    """The modules whose own parameters ranks share by experts, with the names of these."""
+def modules_of_experts(models: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules with own parameters that ranks share by experts."""
     parts = dict.fromkeys(part for model in models for part in model.modules())
-    found = {p: [n for n, w in p.named_parameters(recurse=False) if is_shared_by_experts(w)] for p in parts}
-    return {part: names for part, names in found.items() if names}
+    return [part for part in parts if any(map(is_shared_by_experts, part.parameters(recurse=False)))]
 
 
 def shard_experts(models: Mapping[str, nn.Module], mesh: DeviceMesh, config: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ from typing import Literal, NamedTuple, get_args
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-import xxhash
 from torch import Tensor
 
 from dream_trainer.checks import check_choice, check_pattern
@@ -27,6 +26,7 @@ from dream_trainer.compat.pytorch import (
 )
 from dream_trainer.distributed.ranks import Ranks, differing_facts, refuse_differences
 from dream_trainer.errors import ConfigError, StepError
+from dream_trainer.parallel.micro_batches import digest
 from dream_trainer.parallel.mixture_of_experts import MoE
 
 BufferPolicy = Literal["mean", "rank 0", "as is"]
@@ -101,7 +101,7 @@ class JoinedBuffers:
             return []
         values = {b.name: b.value for b in self._buffers() if b.policy != "as is" and is_persistent(b.module, b.key)}
         plain = {name: v for name, v in values.items() if type(v) is Tensor and v.layout == torch.strided}
-        digests = {name: digest_of(value) for name, value in plain.items()}
+        digests = {name: digest(value) for name, value in plain.items()}
         names: set[str] = set()
         for of_group in differing_facts(ranks, digests, among=ranks.data_peers):
             of_ranks = of_group.values()
@@ -202,14 +202,9 @@ def make_equal(models: Mapping[str, nn.Module], world: Ranks) -> list[str]:
         for name, tensor in named
         if not tensor.is_meta
     }
-    digests = world.all_gather_object([digest_of(tensor) for tensor in tensors.values()])
+    digests = world.all_gather_object([digest(tensor) for tensor in tensors.values()])
     differ = [name for name, *values in zip(tensors, *digests, strict=True) if len(set(values)) > 1]
     for name in differ:
         values = tensors[name].cpu().contiguous()
         tensors[name].copy_(world.broadcast(values))
     return differ
-
-
-def digest_of(tensor: Tensor) -> int:
-    """Digest of a tensor's bytes, not of its shape."""
-    return xxhash.xxh3_64_intdigest(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)

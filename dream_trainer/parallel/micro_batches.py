@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
 from itertools import accumulate
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from dream_trainer.compat.pytorch import has_values
@@ -19,21 +19,25 @@ def rows_of(batch: Any) -> int:
     return next((len(leaf) for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), 0)
 
 
+def even_parts(rows: int, parts: int) -> list[int]:
+    """How many of `rows` each part has; the first ones may have one more."""
+    return [rows // parts + (number < rows % parts) for number in range(parts)]
+
+
 def cut(batch: Any, parts: int, rows: int) -> list[Any]:
-    """Cuts `batch`, lists included, into `parts` micro-batches; the first ones may have a sample more."""
-    sizes = [rows // parts + (number < rows % parts) for number in range(parts)]
+    """Cuts `batch`, lists included, into `parts` micro-batches, as `even_parts` says."""
 
     def part(tree: Any, first: int, end: int) -> Any:
         if isinstance(tree, Tensor) and tree.ndim and len(tree) != rows:
             raise DataError(
-                f"forward_backward was given {rows} samples and a tensor of shape {list(tree.shape)}, and cuts "
-                "each tensor into micro-batches along its first dimension. Expand what is the same for all "
-                "samples, or keep it in the model."
+                f"forward_backward was given {rows} samples and a tensor of shape {list(tree.shape)}, and cuts each "
+                "along its first dimension. Expand what is the same for all samples, or keep it in the model."
             )
         if (isinstance(tree, Tensor) and tree.ndim) or is_of_samples(tree, rows):
             return tree[first:end]
         return map_children(lambda child: part(child, first, end), tree)
 
+    sizes = even_parts(rows, parts)
     return [part(batch, end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
@@ -45,11 +49,11 @@ def is_of_samples(tree: Any, rows: int) -> bool:
 
 
 def digest(batch: Any, found: int = 0) -> int:
-    """Digest of the values of its tensors that have some, continued from `found`; waits for the device."""
+    """Digest of the bytes of its tensors that have values, continued from `found`; waits for the device."""
     for leaf in leaves(batch):
         if isinstance(leaf, Tensor) and has_values(leaf):
             values = leaf.detach().cpu().contiguous().flatten().view(torch.uint8)
-            found = zlib.crc32(values.numpy().tobytes(), found)
+            found = xxhash.xxh3_64_intdigest(values.numpy().data, seed=found)
     return found
 
 

@@ -18,7 +18,8 @@ from dream_trainer.checks import check_between, check_boolean, check_choice, che
 from dream_trainer.compat.pytorch import has_values
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import ConfigError
-from dream_trainer.parallel.expert_exchange import ExpertExchange, even_parts
+from dream_trainer.parallel.expert_exchange import ExpertExchange
+from dream_trainer.parallel.micro_batches import even_parts
 
 Scores = Literal["sigmoid", "softmax"]
 

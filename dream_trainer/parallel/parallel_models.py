@@ -163,10 +163,9 @@ class ParallelModels:
         except RuntimeError as error:
             if self._touchable is not None and any(words in str(error) for words in _OF_MIXED):
                 raise StepError(
-                    "an operation got both a shard of a parameter and a plain tensor. Code in a step may read the "
-                    "parameters of a large model as whole ones, but torch.func cannot transform a function of them. "
-                    "Use dp_shard=1, or raise fsdp_parameters.min_group_mib above the model's size. If a layer of a "
-                    "tensor-parallel plan gave the shard, it needs use_local_output=True."
+                    "an operation got both a shard of a parameter and a plain tensor. torch.func cannot transform a "
+                    "function of a large model's parameters: use dp_shard=1, or fsdp_parameters.min_group_mib above "
+                    "its size. A layer of a tensor-parallel plan that gave the shard needs use_local_output=True."
                 ) from error
             raise
         finally:

@@ -28,7 +28,7 @@ from dream_trainer.modules.class_change import Changed, change_class
 from dream_trainer.modules.forward_state import as_before
 from dream_trainer.nested import concatenated, leaves, map_tensors
 from dream_trainer.parallel.expert_exchange import without_exchange
-from dream_trainer.parallel.micro_batches import cut, digest, rows_of, shapes_of
+from dream_trainer.parallel.micro_batches import cut, digest, even_parts, rows_of, shapes_of
 from dream_trainer.parallel.pipeline_stages import Apart, view_of
 from dream_trainer.parallel.plain_run import without_value
 from dream_trainer.parallel.sharding import fsdp_modules, outermost_fsdp_modules
@@ -119,9 +119,9 @@ class Pipeline:
         for running in [pipeline for pipeline in self.beside.values() if pipeline.is_running]:
             raise StepError(
                 f"{self.name}, which is cut into stages by pipeline_parallel={self.world.stages}, was called in a loss "
-                f"or layer of {running.name}, which only some ranks compute. For a loss over both put both into one "
-                f"module, or keep {self.name} whole on each rank: have pipeline_stages return None for it. Otherwise "
-                "call it before, under torch.no_grad(), and pass its outputs as targets."
+                f"or layer of {running.name}, which only some ranks compute. Put both into one module, have "
+                "pipeline_stages return None for it, or call it before, under torch.no_grad(), and pass its outputs "
+                "as targets."
             )
 
     # -- training
@@ -190,8 +190,7 @@ class Pipeline:
             if any(now.requires_grad and not then.requires_grad for now, then in zip(parts, like.outputs, strict=True)):
                 raise StepError(  # the next stage has no buffer to send it back
                     f"the outputs of stage {stage} of {self.name} need gradients, and did not in the first batch of "
-                    "this shape: layers before it were unfrozen since. In a pipeline unfreeze them before the first "
-                    "batch, or train them from the start at a rate of 0 and raise that."
+                    "this shape. Unfreeze layers before the first batch, or train them from the start at a rate of 0."
                 )
             return parts
         assert self._loss_fn is not None  # while it is running
@@ -275,8 +274,7 @@ class Pipeline:
         rows = rows_of(inputs)
         parts = min(self.most_without_gradients, rows)
         target_parts = cut(targets, parts, rows)
-        sizes = [rows // parts + (number < rows % parts) for number in range(parts)]
-        shares: list[Weight] = list(sizes) if weight is None else [weight(part) for part in target_parts]
+        shares: list[Weight] = [*even_parts(rows, parts)] if weight is None else [weight(part) for part in target_parts]
         losses: list[Tensor] = []
         with torch.no_grad(), self.running():
             for number, output in enumerate(self.forward(cut(inputs, parts, rows))):
@@ -389,7 +387,6 @@ class StageMessages:
         assert world.mesh is not None
         self.group: dist.ProcessGroup = group
         self._world, self._device, self.last = world, world.device, last
-        self._is_last = world.stage_rank == last
         self._layer_mesh: DeviceMesh = world.mesh["tp"]
 
     def parts(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -439,24 +436,23 @@ class StageMessages:
         """The last stage's, 0-dim float64, on all ranks; the others give None."""
         if loss is None:
             loss = torch.zeros((), dtype=torch.float64, device=self._device)
-        dist.broadcast(loss, dist.get_global_rank(self.group, self.last), group=self.group)
+        dist.broadcast(loss, group=self.group, group_src=self.last)
         return loss
 
     def shared_outputs(self, outputs: Any) -> Any:
         """The last stage's outputs, on all ranks; other stages' outputs are ignored."""
-        source = dist.get_global_rank(self.group, self.last)
         layouts = [layout_of(leaf) for leaf in leaves(outputs) if isinstance(leaf, Tensor)]
         parts = map_tensors(lambda tensor: self.parts((tensor,))[0], outputs)
         form = [map_tensors(lambda part: torch.empty_like(part, device="meta"), parts), layouts]
-        dist.broadcast_object_list(form, source, group=self.group, device=self._device)
+        dist.broadcast_object_list(form, group=self.group, group_src=self.last, device=self._device)
         remaining = iter(form[1])
 
         def shared(part: Tensor) -> Tensor:
             part = torch.empty_like(part, device=self._device) if part.is_meta else part.contiguous()
-            dist.broadcast(part, source, group=self.group)
+            dist.broadcast(part, group=self.group, group_src=self.last)
             return self._of_layout(part, next(remaining))
 
-        return map_tensors(shared, parts if self._is_last else form[0])
+        return map_tensors(shared, parts if self._world.stage_rank == self.last else form[0])
 
 
 def layout_of(tensor: Tensor) -> int:

@@ -219,9 +219,8 @@ class ShardedModel:
             if now != before:
                 name = next(n for n, p in self._model.named_parameters() if p is parameter.shard)
                 raise StepError(
-                    f"step() of an optimizer wrote to {name} as it is in training_step, and would lose what it wrote: "
-                    "Optimizer.step has shards. Take parameters from the optimizer's param_groups, or keep them in its "
-                    "attributes in lists, dicts or tuples."
+                    f"step() of an optimizer wrote to {name} as it is in training_step, not to its shard. Take "
+                    "parameters from param_groups, or from lists, dicts or tuples in the optimizer's attributes."
                 )
 
     def begin_step(self) -> None:

@@ -71,9 +71,8 @@ def refuse_unsupported(models: Mapping[str, nn.Module], world_size: int, *, are_
                 )
             if world_size > 1 and isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
                 raise ConfigError(
-                    f"{name} is built with max_norm={module.max_norm}. On several ranks a forward renormalises the "
-                    "rank's own copy of the rows it looks up, and that is lost. Normalise in the forward instead, or "
-                    "after the step."
+                    f"{name} is built with max_norm={module.max_norm}. On several ranks a forward only renormalises "
+                    "its own copy of the rows it looks up. Normalise in the forward instead, or after the step."
                 )
         for name, parameter in model.named_parameters(prefix=model_name):
             other = owner.setdefault(id(parameter), name)
@@ -97,9 +96,8 @@ def _refuse_several_dtypes(model: nn.Module, blocks: Sequence[nn.Module], left_o
         if len(firsts) > 1:
             said = " and ".join(f"{names[parameter]} of {dtype}" for dtype, parameter in firsts.items())
             raise ConfigError(
-                f"{said} would be sharded together, and fully_shard takes parameters of one dtype to train, also where "
-                "it replicates split layers. Give them one (of a complex one its torch.view_as_real, joined in the "
-                "forward), or have model_blocks name a module that only has those of another dtype."
+                f"{said} would be sharded together, and fully_shard takes parameters of one dtype to train. Give them "
+                "one, or have model_blocks name a module that only has those of another dtype."
             )
 
 
@@ -144,8 +142,7 @@ def keeping_tied_and_frozen(models: Mapping[str, nn.Module]) -> Iterator[None]:
 
 def dim_of_part(parameter: object, mesh_dim: str) -> int | None:
     """Along which dimension ranks of `mesh_dim` split it; -1 if each has all of it; None if it is on no such mesh."""
-    names = (parameter.device_mesh.mesh_dim_names or ()) if is_dtensor(parameter) else ()
-    if not is_dtensor(parameter) or mesh_dim not in names:
+    if not is_dtensor(parameter) or mesh_dim not in (names := parameter.device_mesh.mesh_dim_names or ()):
         return None
     dim = shard_dim(parameter.placements[names.index(mesh_dim)])
     return -1 if dim is None else dim

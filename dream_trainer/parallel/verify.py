@@ -392,7 +392,11 @@ class Verification:
 
     def _judge(self, name: str, misses: Mapping[str, Miss], seconds: float, stages: dist.ProcessGroup | None) -> None:
         """Raises StepError on all ranks of this forward if one of them found a difference."""
-        worst = dict(zip(misses, self._worst_of_ranks(list(misses.values()), stages), strict=True))
+        mesh, of_ranks = self.world.mesh, list(misses.values())
+        assert mesh is not None  # ranks share something
+        for group in (*(mesh[dim].get_group() for dim in ("cp", "tp") if mesh[dim].size() > 1), stages):
+            of_ranks = [max(every) for every in zip(*all_gather_objects(of_ranks, group), strict=True)]
+        worst = dict(zip(misses, of_ranks, strict=True))
         has_drawn = worst.pop(_DRAWS).error > 0
         worst = {place: miss for place, miss in worst.items() if miss != _UNSEEN}
         if not worst:
@@ -411,13 +415,6 @@ class Verification:
                 f"{largest:.1e} of its size; verified in {seconds:.1f} s",
                 sys.stderr,
             )
-
-    def _worst_of_ranks(self, misses: Sequence[Miss], stages: dist.ProcessGroup | None) -> list[Miss]:
-        mesh = self.world.mesh
-        assert mesh is not None  # ranks share something
-        for group in (*(mesh[dim].get_group() for dim in ("cp", "tp") if mesh[dim].size() > 1), stages):
-            misses = [max(of_ranks) for of_ranks in zip(*all_gather_objects(misses, group), strict=True)]
-        return list(misses)
 
     def _refuse(self, name: str, wrong: Sequence[str], misses: Mapping[str, Miss]) -> None:
         outputs = [place for place in wrong if not place.startswith("the gradient")]
