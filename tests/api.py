@@ -168,10 +168,9 @@ _NAMES = {
     "dream_trainer.trainer.step.nonfinite": "GROWTH_INTERVAL INITIAL_SCALE LossScale WEIGHT_DIVISOR",
     "dream_trainer.version": "__version__",
     "dream_trainer.weights.adapters": "refuse_other_adapters",
-    "dream_trainer.weights.export": "export_checkpoint export_model",
+    "dream_trainer.weights.export": "export_checkpoint export_model max_difference",
     "dream_trainer.weights.load": "load_weights",
     "dream_trainer.weights.export_files": "DTYPE_NAMES TensorSpec file_order write_safetensors",
-    "dream_trainer.weights.dcp_files": "max_difference",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from dream_trainer.checkpoint.model_state import parameter_fqns
 from dream_trainer.checks import check_names, check_pattern
 from dream_trainer.compat.compiler import is_compiled, never_compiled
-from dream_trainer.compat.pytorch import in_backward, local_tensor
+from dream_trainer.compat.pytorch import in_backward, is_dtensor, local_tensor
 from dream_trainer.config.parameter_class import NonNegativeInt, PositiveInt, check_fields
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import LoggingCallback
@@ -305,9 +305,6 @@ def _adds_to(row: Tensor) -> Callable[[nn.Module, Any, Any], None]:
 
 def _local(tensor: Tensor) -> Tensor:
     """This rank's part of an output; of one whose parts are still to be summed over ranks, the sum."""
-    if type(tensor) is not Tensor:
-        from torch.distributed.tensor import DTensor
-
-        if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
-            return tensor.full_tensor()
+    if is_dtensor(tensor) and any(placement.is_partial() for placement in tensor.placements):
+        return tensor.full_tensor()
     return local_tensor(tensor)

@@ -56,7 +56,6 @@ class ModelAverage:
         """Whether the model has changed since the averages last moved. Waits for the device if only it knows."""
         return self.has_stepped and (self._skipped is None or not bool(self._skipped))
 
-    @torch.no_grad()
     def start(self) -> None:
         self.resume(updates=0)
         self.copy()

@@ -227,8 +227,7 @@ class Show(OneCheckpoint, Shows):
         from dream_trainer.checkpoint.manifest import directory_size
         from dream_trainer.checkpoint.store import read_shared
         from dream_trainer.config.serialize import leaves
-        from dream_trainer.weights.dcp_files import StoredTensors
-        from dream_trainer.weights.export import tensors_by_owner
+        from dream_trainer.weights.export import StoredTensors, tensors_by_owner
 
         stored = StoredTensors(self.find())
         manifest, groups = stored.manifest, tensors_by_owner(stored, read_shared(stored.manifest.path))
@@ -274,7 +273,7 @@ class Diff(Shows):
     def run(self) -> int:
         from dream_trainer.checkpoint.manifest import find_checkpoint
         from dream_trainer.config.serialize import difference
-        from dream_trainer.weights.dcp_files import StoredTensors, difference_of_tensors
+        from dream_trainer.weights.export import StoredTensors, difference_of_tensors
 
         first, second = (StoredTensors(find_checkpoint(as_path(path))) for path in (self.a, self.b))
         a, b = first.manifest, second.manifest

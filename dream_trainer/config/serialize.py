@@ -147,8 +147,8 @@ def _converter() -> Converter:
 
     for plain in (str, int, bool):
         converter.register_structure_hook(plain, _strictly(plain))
-    converter.register_structure_hook(float, _strictly(float, int))
-    converter.register_structure_hook(timedelta, _seconds)
+    converter.register_structure_hook(float, number := _strictly(float, int))
+    converter.register_structure_hook(timedelta, lambda seconds, _: timedelta(seconds=number(seconds, float)))
     converter.register_structure_hook(torch.dtype, _dtype)
     converter.register_structure_hook(CallbackCollection, _refuse_to_restore)
     return converter
@@ -163,12 +163,6 @@ def _strictly(cls: type, *others: type) -> Callable[[Any, Any], Any]:
         return value
 
     return structure
-
-
-def _seconds(value: Any, _: Any) -> timedelta:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{value!r} is of type {type(value).__name__}, and not a number of seconds")
-    return timedelta(seconds=value)
 
 
 def _dtype(value: Any, _: Any) -> torch.dtype:

@@ -5,8 +5,9 @@ pass is the same."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Collection, Iterable, Iterator, Sized
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
@@ -54,28 +55,24 @@ def set_epoch(loader: Iterable[Any], epoch: int) -> None:
             part.set_epoch(epoch)
 
 
+@dataclass(eq=False, repr=False)
 class SeededPass(Iterator[Any]):
     """One pass over a loader that may draw from the global generators. Its first batch draws from the pass's streams,
     and each later one from its own; training's streams are set aside once for each `take`, unless no batch draws."""
 
-    def __init__(
-        self,
-        loader: Iterable[Any],
-        *,
-        seed: int,
-        epoch: int,
-        dp_rank: int,
-        first: int = 0,
-        draws: bool | None = True,
-        drawn: Iterable[str] = (),
-    ) -> None:
-        self.draws = draws  # whether batches after the first draw, as seen so far; not looked at once it is True
-        self.drawn = sorted(drawn)  # the generators that the pass's first batch drew from, as an order is
-        self._loader = loader
-        self._numbers = seed, epoch, dp_rank
-        self._next = self._first = first
+    loader: Iterable[Any]
+    _: KW_ONLY
+    seed: int
+    epoch: int
+    dp_rank: int
+    first: int = 0
+    draws: bool | None = True  # whether batches after the first draw, as seen so far; not looked at once it is True
+    drawn: Collection[str] = ()  # the generators that the pass's first batch drew from, as an order is
+
+    def __post_init__(self) -> None:
+        self._next = self.first
         self._batches: Iterator[Any] | None = None
-        self._is_quiet = draws_at_start_only(loader)
+        self._is_quiet = draws_at_start_only(self.loader)
         self._apart = preserved_random_state()
 
     def __next__(self) -> Any:
@@ -108,22 +105,21 @@ class SeededPass(Iterator[Any]):
         return batch
 
     def _load_first(self) -> list[Any]:
-        seed, epoch, dp_rank = self._numbers
-        start = WatchedSeeds(hash_seed(b"pass", seed, epoch, dp_rank))
-        with loader_begins(self._loader, hash_seed(b"workers", seed, epoch, dp_rank)):
-            self._batches = iter(self._loader)
+        numbers = self.seed, self.epoch, self.dp_rank
+        start = WatchedSeeds(hash_seed(b"pass", *numbers))
+        with loader_begins(self.loader, hash_seed(b"workers", *numbers)):
+            self._batches = iter(self.loader)
         # If its own state moved a loader into the middle of a pass, it redraws either the whole order, which needs the
         # pass's stream, or only the batch's values. Its earlier draws tell which.
-        if self._first > 0:
+        if self.first > 0:
             seed_cpu(self._seed_of_batch(), GENERATORS if self.draws else GENERATORS.difference(self.drawn))
         batch = list(islice(self._batches, 1))
-        if batch and self._first == 0:
+        if batch and self.first == 0:
             self.drawn = sorted(start.drawn())
         return batch
 
     def _seed_of_batch(self) -> int:
-        seed, epoch, dp_rank = self._numbers
-        return hash_seed(b"batch", seed, epoch, self._next, dp_rank)
+        return hash_seed(b"batch", self.seed, self.epoch, self._next, self.dp_rank)
 
     def close(self) -> None:
         shutdown_workers(self._batches)

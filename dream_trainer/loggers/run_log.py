@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from importlib.util import find_spec
 from itertools import takewhile
@@ -138,33 +139,29 @@ def _logger_class(name: str) -> type[Logger]:
     raise ConfigError(f'the logger "{name}" is {entry.value}, which is no class of loggers. Derive it from Logger.')
 
 
+@dataclass(eq=False, repr=False)
 class RunLog:
     """One run's numbers and media on this rank; every rank has one and calls it alike."""
 
-    def __init__(
-        self,
-        parameters: LoggerParameters,
-        run_dir: Path,
-        run: Sequence[str],
-        *,
-        records: Records,
-        training: TrainingRecord,
-        config: Callable[[], dict[str, Any]],
-        stamp: Callable[[], Stamp],
-        notify: Callable[[dict[str, float], int], None],
-        of_data: Callable[[], Mapping[str, float]],
-        warn_once: Callable[[str, str], None],
-    ) -> None:
-        self._run_dir, self._run, self._config = run_dir, list(run), config
-        self._records, self._training = records, training
-        records.current, records.media = training, MediaLog(records, Ranks.alone(), warn_once)
-        self._media = records.media
-        self._stamp, self._notify, self._of_data, self._warn_once = stamp, notify, of_data, warn_once
-        self._cadence = Cadence(steps=parameters.log_every_n_steps)
+    parameters: LoggerParameters
+    run_dir: Path
+    run: Sequence[str]
+    _: KW_ONLY
+    records: Records
+    training: TrainingRecord
+    config: Callable[[], dict[str, Any]]
+    stamp: Callable[[], Stamp]
+    notify: Callable[[dict[str, float], int], None]
+    of_data: Callable[[], Mapping[str, float]]
+    warn_once: Callable[[str, str], None]
+
+    def __post_init__(self) -> None:
+        self._media = MediaLog(self.records, Ranks.alone(), self.warn_once)
+        self.records.current, self.records.media = self.training, self._media
+        self._cadence = Cadence(steps=self.parameters.log_every_n_steps)
         self._world = Ranks.alone()
-        self._loggers = LoggerGroup([], warn_once)  # with some on rank 0
+        self._loggers = LoggerGroup([], self.warn_once)  # with some on rank 0
         self.history: list[Line] = []
-        self._history_lines = parameters.history_lines
         self._flight: tuple[Flight, Stamp] | None = None  # a flush that is not read yet
         self._flushed_step = 0
         self._has_ended = False
@@ -182,7 +179,7 @@ class RunLog:
 
     def batch_finished(self, result: Mapping[str, Any], weight: Scalar | None, size: int) -> None:
         """Takes a micro-batch's result."""
-        training = self._training
+        training = self.training
         self._has_ended = False
         if result:
             training.metrics.add_result(result, size if weight is None else weight, "train/")
@@ -191,13 +188,13 @@ class RunLog:
 
     def window_started(self) -> None:
         self._opened()
-        self._training.window_started()
+        self.training.window_started()
 
     def window_dropped(self) -> None:
-        self._training.window_dropped()
+        self.training.window_dropped()
 
     def window_finished(self, step: int, *, is_last: bool = False, is_stopped: bool = False) -> None:
-        if self._flight is not None or self._training.waiting:
+        if self._flight is not None or self.training.waiting:
             self.land()
         if is_last:
             self._has_ended = not (is_stopped and self._pending_is_saved(step))
@@ -209,17 +206,17 @@ class RunLog:
     def fit_ended(self, step: int) -> None:
         """After `land`: writes what the last events logged, unless a resumed run will; a collective."""
         if not self._pending_is_saved(step):
-            self._training.decide()
-            self._write(self._training.metrics.reduce(self._world), self._stamp())
+            self.training.decide()
+            self._write(self.training.metrics.reduce(self._world), self.stamp())
 
     def _flush_if_due(self, step: int) -> None:
         """Starts copying logged values to the host, stamped with this step; `land` writes them."""
         if step != self._flushed_step and (self._has_ended or self._cadence.is_due(step)):
-            self._training.decide()
-            self._flushed_step, metrics = step, self._training.metrics
-            for name, value in self._of_data().items():
+            self.training.decide()
+            self._flushed_step, metrics = step, self.training.metrics
+            for name, value in self.of_data().items():
                 metrics.add(name, value, 1.0, "last")
-            self._flight = metrics.begin(), self._stamp()
+            self._flight = metrics.begin(), self.stamp()
 
     def _pending_is_saved(self, step: int) -> bool:
         """Whether a checkpoint has the values not flushed yet; the run that resumes there writes them."""
@@ -227,12 +224,12 @@ class RunLog:
 
     def land(self) -> None:
         """Writes values in flight; a collective, between windows."""
-        training = self._training
+        training = self.training
         if self._flight is not None:
             (flight, stamp), self._flight = self._flight, None
             self._write(training.metrics.finish(flight, self._world), stamp)
         for name, item, known in training.waiting:
-            self._opened().log_media(name, item, known or self._stamp())
+            self._opened().log_media(name, item, known or self.stamp())
         training.waiting.clear()
 
     # -- a validation, and the end of one or of an epoch
@@ -241,30 +238,30 @@ class RunLog:
         """Forgets the unused media of an earlier validation: `evaluate` and `predict` write nothing."""
         if is_training:
             self._opened()
-        self._records.validation_media.clear()
+        self.records.validation_media.clear()
 
     def validated(self, metrics: dict[str, float]) -> None:
-        media, stamp = self._records.validation_media, self._stamp()
-        self._training.waiting += [(name, item, stamp) for name, item, _ in media]
+        media, stamp = self.records.validation_media, self.stamp()
+        self.training.waiting += [(name, item, stamp) for name, item, _ in media]
         media.clear()
         self.land()
-        self._write(metrics, self._stamp())
+        self._write(metrics, self.stamp())
 
     @contextmanager
     def line_of_its_own(self, *, counts: bool) -> Iterator[None]:
         """Inside, logs belong to the validation or epoch that has just ended, and are written at the end."""
-        media = self._training.waiting if counts else None
-        record = Record(media=media, media_stamp=self._stamp, is_own_line=counts)
-        with self._records.inside(record):
+        media = self.training.waiting if counts else None
+        record = Record(media=media, media_stamp=self.stamp, is_own_line=counts)
+        with self.records.inside(record):
             yield
             self._write_own_line()
 
     def _write_own_line(self) -> None:
         """A collective; also called before a listener saves, since a resumed run does not repeat it."""
-        record = self._records.current
+        record = self.records.current
         if record.is_own_line:
-            with self._records.inside(self._training):  # logs of on_log listeners belong to training
-                self._write(record.metrics.reduce(self._world), self._stamp())
+            with self.records.inside(self.training):  # logs of on_log listeners belong to training
+                self._write(record.metrics.reduce(self._world), self.stamp())
 
     # -- a line
 
@@ -276,16 +273,16 @@ class RunLog:
             self._coming_again.remove(set(metrics))
         else:
             self.history.append(stamp._asdict() | metrics)
-            if self._history_lines is not None:
-                del self.history[: -self._history_lines]
+            if self.parameters.history_lines is not None:
+                del self.history[: -self.parameters.history_lines]
             self._opened().log(metrics, stamp)
-        self._notify(metrics, stamp.step)
+        self.notify(metrics, stamp.step)
 
     def _lines_of(self, step: int) -> list[dict[str, float]]:
         return list(takewhile(lambda line: line["step"] == step, reversed(self.history)))[::-1]
 
     def _opened(self) -> LoggerGroup:
-        self._loggers.open(self._run_dir, self._config, self._resumed_step)
+        self._loggers.open(self.run_dir, self.config, self._resumed_step)
         return self._loggers
 
     # -- state
@@ -299,16 +296,16 @@ class RunLog:
             self._has_ended |= is_last
             self._flush_if_due(step)
             self.land()
-        self._training.decide()
+        self.training.decide()
         pending = None
         if not self._has_ended:
-            pending, self._saved_step = self._training.metrics.state_dict(self._world), step
+            pending, self._saved_step = self.training.metrics.state_dict(self._world), step
         state = {
             "step": step,
             "flushed_step": self._flushed_step,
             "lines": len(self._lines_of(step)),
             "pending": pending,
-            "run": self._run,
+            "run": list(self.run),
             "loggers": self._world.broadcast_object(self._loggers.state_dict()),  # rank 0's
         }
         self._flushed_step = flushed_before  # later listeners' logs get another line of this step
@@ -320,18 +317,18 @@ class RunLog:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._loggers.close()
-        self._training.clear()
+        self.training.clear()
         self._flight, self._has_ended = None, False
         self._resumed_step = self._saved_step = step = state["step"]
         self._flushed_step = state["flushed_step"]
         self.history[:] = [line for line in self.history if line["step"] <= step]
-        path = self._run_dir / "metrics.jsonl"
+        path = self.run_dir / "metrics.jsonl"
         if not self.history and path.exists():
-            self.history[:] = read_jsonl(path, step)[-(self._history_lines or 0) :]
+            self.history[:] = read_jsonl(path, step)[-(self.parameters.history_lines or 0) :]
         if state["pending"] is not None:
-            self._training.metrics.load_state_dict(state["pending"], self._world)
+            self.training.metrics.load_state_dict(state["pending"], self._world)
         # The checkpoint may be another run's, which this one branches off from.
-        is_own = state.get("run") == self._run
+        is_own = state.get("run") == list(self.run)
         if is_own:
             self._loggers.load_state_dict(state["loggers"] or {})
         # A validation or a flush may have been due when the checkpoint was saved, and have been done and written since.
@@ -349,5 +346,5 @@ class RunLog:
                 self.fit_ended(step)
 
     def _close_loggers(self) -> None:
-        ended, self._loggers = self._loggers, LoggerGroup([], self._warn_once)
+        ended, self._loggers = self._loggers, LoggerGroup([], self.warn_once)
         ended.close()  # logs from here on are dropped

@@ -16,7 +16,6 @@ from dream_trainer.loggers.line_files import set_aside
 from dream_trainer.loggers.media import Audio, Histogram, Images, Media, Table, Text, Video, markdown
 
 if TYPE_CHECKING:
-    from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
     from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -34,7 +33,7 @@ class TensorBoardLogger(Logger):
 
     @override
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.compat.proto.event_pb2 import SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 
         self.close()
         directory = run_dir / "tensorboard"
@@ -47,24 +46,23 @@ class TensorBoardLogger(Logger):
         # TensorBoard reads the files of a directory in the order of their names.
         name = f"events.out.tfevents.{now:.6f}.{socket.gethostname()}.{os.getpid()}"
         self._file = (directory / name).open("ab")
-        self._write(Event(wall_time=now, file_version="brain.Event:2"))
+        self._write(now, file_version="brain.Event:2")
         # At a second start event TensorBoard forgets earlier events from its step on; the first start does nothing.
         start = SessionLog(status=SessionLog.START)
-        self._write(Event(wall_time=now, step=0 if resumed_step is None else resumed_step + 1, session_log=start))
+        self._write(now, step=0 if resumed_step is None else resumed_step + 1, session_log=start)
 
     @override
     def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
-        event = _event(stamp)
-        add = event.summary.value.add  # half the time of a list of Summary.Value
-        for name, value in metrics.items():
-            add(tag=name, simple_value=value)
-        self._write(event)
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+
+        summary = Summary()
+        for name, value in metrics.items():  # half the time of a list of Summary.Value
+            summary.value.add(tag=name, simple_value=value)
+        self._write(stamp.time, step=stamp.step, summary=summary)
 
     @override
     def log_media(self, name: str, media: Media, stamp: Stamp) -> bool:
-        event = _event(stamp)
-        event.summary.CopyFrom(_summary(name, media))
-        self._write(event)
+        self._write(stamp.time, step=stamp.step, summary=_summary(name, media))
         return True
 
     @override
@@ -73,16 +71,12 @@ class TensorBoardLogger(Logger):
             self._file.close()
             self._file = None
 
-    def _write(self, event: Event) -> None:
+    def _write(self, wall_time: float, **content: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+
         file = self._opened(self._file)
-        file.write(_record(event.SerializeToString()))
+        file.write(_record(Event(wall_time=wall_time, **content).SerializeToString()))
         file.flush()
-
-
-def _event(stamp: Stamp) -> Event:
-    from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
-
-    return Event(wall_time=stamp.time, step=stamp.step)
 
 
 def _drop_later_events(path: Path, last_step: int) -> None:

@@ -21,6 +21,7 @@ from dream_trainer.best_value import refuse_missing
 from dream_trainer.checks import check_choice, check_names
 from dream_trainer.compat.pytorch import has_values
 from dream_trainer.config.trainer_config import DreamTrainerConfig
+from dream_trainer.data.sample_count import IGNORED
 from dream_trainer.errors import ConfigError, DataError, HookError
 from dream_trainer.events.callback import Callback
 from dream_trainer.loggers.buffer import MetricBuffer
@@ -51,7 +52,6 @@ _BY_ELEMENT = (
     *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss, nn.KLDivLoss, nn.HingeEmbeddingLoss),
     *(nn.SoftMarginLoss, nn.MultiLabelSoftMarginLoss, nn.BCELoss, nn.BCEWithLogitsLoss),
 )
-IGNORED = -100  # target that PyTorch's losses of classes, and the models of Hugging Face, ignore
 
 
 def shapes(value: Any) -> str:

@@ -44,7 +44,7 @@ def replay(run: Path, start: int | None = None, end: int | None = None, program:
     """Trains steps of a run again: by default from its second newest checkpoint to the next one."""
     from dream_trainer.checkpoint.manifest import checkpoints_root, list_checkpoints
     from dream_trainer.trainer.run_record import LOG_NAME, read_config, read_record
-    from dream_trainer.weights.dcp_files import StoredTensors, difference_of_tensors
+    from dream_trainer.weights.export import StoredTensors, difference_of_tensors
 
     saved = {manifest.step: manifest for manifest in list_checkpoints(checkpoints_root(run))}
     steps, record, config = sorted(saved), read_record(run), read_config(run)

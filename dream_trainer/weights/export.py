@@ -3,42 +3,34 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from dream_trainer.checkpoint.blocks import WeightFiles, whole_box
 from dream_trainer.checkpoint.digests import value_digests
 from dream_trainer.checkpoint.model_state import model_tensors
+from dream_trainer.checkpoint.safe_dcp import DcpTensors, read_metadata
 from dream_trainer.checkpoint.store import read_shared
 from dream_trainer.checks import refuse
 from dream_trainer.compat.peft import Adapters
+from dream_trainer.compat.pytorch import is_dtensor
 from dream_trainer.distributed.ranks import Ranks, on_all_ranks
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.stores.store_path import as_path
 from dream_trainer.weights.adapters import adapters_from, merged_reader, whole_adapters
-from dream_trainer.weights.export_files import (
-    DTYPE_NAMES,
-    FilePlan,
-    TensorSpec,
-    check_target,
-    plan_files,
-    write_files,
-)
+from dream_trainer.weights.export_files import DTYPE_NAMES, FilePlan, TensorSpec, check_target, plan_files, write_files
 from dream_trainer.weights.weight_files import below, choose_model, model_names, open_weights, renamer
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from dream_trainer.weights.dcp_files import StoredTensors
-
 _WEIGHTS = re.compile(r"model|(ema|swa)(?:\.(\d+))?")
+_CHUNK = 1 << 24  # elements compared at once, so that float64 copies stay small
 
 
 class Options(TypedDict, total=False):
@@ -64,8 +56,6 @@ def export_checkpoint(
 
     All is as for `dream-trainer checkpoints export` (docs/cli-checkpoints.md). Where ranks had different values of an
     unsharded buffer (BatchNorm statistics), rank 0's are exported."""
-    from dream_trainer.weights.dcp_files import StoredTensors
-
     stored, shared = StoredTensors(as_path(checkpoint)), read_shared(as_path(checkpoint))
     chosen = choose_model(model_names(stored.specs, shared), model, of=stored.manifest.path)
     sources, records = _sources(stored, chosen, weights), shared.get("left_out", {})
@@ -166,6 +156,28 @@ def export_model(
     return written
 
 
+# -- A checkpoint's tensors one at a time, by one process without a process group or an accelerator.
+
+
+class StoredTensors:
+    """The named tensors of one checkpoint, assembled from the shards of all ranks."""
+
+    def __init__(self, path: Path) -> None:
+        self.manifest, metadata = read_metadata(path)
+        self._files = DcpTensors(path, metadata, self.manifest)
+        records = self._files.records.items()
+        self.specs = {name: TensorSpec(tuple(record.size), record.properties.dtype) for name, record in records}
+        self._verified: set[Path] = set()
+
+    def read(self, name: str) -> Tensor:
+        """The full tensor on the CPU. A shard file's checksum is compared before its first tensor is read."""
+        box = whole_box(self.specs[name].shape)
+        for file in self._files.checksums({name: box}).keys() - self._verified:
+            self.manifest.verify(file.name)
+            self._verified.add(file)
+        return self._files.read(name, box)
+
+
 def tensors_by_owner(stored: StoredTensors, shared: Mapping[str, Any]) -> dict[str, dict[str, TensorSpec]]:
     """A checkpoint's tensors by owner: `model net`, `optimizer adam`, `callback EMA 0`."""
     owners = {f"models.{name}.": f"model {name}" for name in model_names(stored.specs, shared)}
@@ -179,6 +191,44 @@ def tensors_by_owner(stored: StoredTensors, shared: Mapping[str, Any]) -> dict[s
         owner = f"callback {callback[1]} {callback[2]}" if callback else known
         groups.setdefault(owner, {})[name] = spec
     return groups
+
+
+def difference_of_tensors(first: StoredTensors, second: StoredTensors, *, values: bool) -> dict[str, Any]:
+    """The tensors that only one checkpoint has, that differ in shape or dtype, and that differ in value."""
+    common = [name for name in first.specs if name in second.specs]
+    alike = [name for name in common if first.specs[name] == second.specs[name]]
+    distances = {name: max_difference(first.read(name), second.read(name)) for name in alike if values}
+    changed = {name: distance for name, distance in distances.items() if distance is not None}
+    other = [name for name in common if name not in alike]
+    return {
+        "only_in_a": [name for name in first.specs if name not in second.specs],
+        "only_in_b": [name for name in second.specs if name not in first.specs],
+        "other_kind": {name: [_kind(stored.specs[name]) for stored in (first, second)] for name in other},
+        "same_kind": len(alike),
+        "equal": len(alike) - len(changed) if values else None,
+        "max_difference": changed if values else None,
+    }
+
+
+def _kind(spec: TensorSpec) -> str:
+    return f"{list(spec.shape)} {str(spec.dtype).removeprefix('torch.')}"
+
+
+def max_difference(a: Tensor, b: Tensor) -> float | None:
+    """The largest absolute difference of tensors of one kind, NaN for NaN and a number; None if they are equal."""
+    a, b = a.reshape(-1), b.reshape(-1)
+    if a.numel() == 0 or torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+        return None
+    kind = torch.complex128 if a.is_complex() else torch.float64
+    worst = 0.0
+    for x, y in zip(a.split(_CHUNK), b.split(_CHUNK), strict=True):
+        x, y = x.to(kind), y.to(kind)
+        same = (x == y) | (x.isnan() & y.isnan())
+        largest = float(torch.where(same, 0.0, (x - y).abs()).max())
+        if math.isnan(largest):
+            return math.nan
+        worst = max(worst, largest)
+    return worst
 
 
 def _sources(stored: StoredTensors, model: str, weights: str) -> dict[str, str]:
@@ -218,10 +268,8 @@ def _spec(tensor: Tensor) -> TensorSpec:
 
 
 def _whole(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
     cast = tensor.to(_cast(_spec(tensor), dtype).dtype)  # before it is communicated
-    return cast.full_tensor() if isinstance(cast, DTensor) else cast
+    return cast.full_tensor() if is_dtensor(cast) else cast
 
 
 def _config(config: Mapping[str, Any] | None, dtype: torch.dtype | None) -> dict[str, Any] | None:

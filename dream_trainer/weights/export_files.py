@@ -147,12 +147,7 @@ def _holds_checkpoints(directory: Path) -> bool:
 
 
 def write_files(
-    out: Path,
-    plan: FilePlan,
-    read: Callable[[str], Tensor],
-    *,
-    config: Mapping[str, Any] | None,
-    overwrite: bool,
+    out: Path, plan: FilePlan, read: Callable[[str], Tensor], *, config: Mapping[str, Any] | None, overwrite: bool
 ) -> list[Path]:
     """Writes an export under a temporary name next to `out` and renames it when all of it is on the disk."""
     out = out.resolve() if out.is_symlink() else out

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dream_trainer.compat.peft import adapted_weights, base_names, peft_model
+from dream_trainer.compat.pytorch import is_dtensor
 from dream_trainer.meta.functions import CASTS, name_of
 from dream_trainer.meta.realize import Plan, fill, plain_name
 from dream_trainer.meta.recorded_calls import RecordedCalls, Ref
@@ -137,6 +138,4 @@ def begin_again(model: nn.Module, derived: Mapping[str, Derived]) -> None:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+    return (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach().cpu()
