@@ -5,7 +5,7 @@ pass is the same."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from itertools import islice
@@ -67,9 +67,10 @@ class SeededPass(Iterator[Any]):
     dp_rank: int
     first: int = 0
     draws: bool | None = True  # whether batches after the first draw, as seen so far; not looked at once it is True
-    drawn: Collection[str] = ()  # the generators that the pass's first batch drew from, as an order is
+    drawn: Iterable[str] = ()  # the generators that the pass's first batch drew from, as an order is
 
     def __post_init__(self) -> None:
+        self.drawn = sorted(self.drawn)  # plain data of a checkpoint
         self._next = self.first
         self._batches: Iterator[Any] | None = None
         self._is_quiet = draws_at_start_only(self.loader)

@@ -89,7 +89,11 @@ class MetricBuffer:
             name = f"{prefix}{key}"
             if prefix and name.startswith(prefix, len(prefix)):
                 name = key
-            if is_scalar(value):
+            kind = type(value)
+            is_plain = kind is float or (kind is Tensor and value.dim() == 0 and value.is_floating_point())
+            if is_plain and kind is Tensor and not reading_waits(value.device):  # as `keep` does, at half the price
+                value = value.item()
+            if is_plain or is_scalar(value):
                 self.add(name, value, weight)
             elif isinstance(value, Mapping):
                 self.add_result(value, weight, f"{name}/")

@@ -97,7 +97,8 @@ def _refuse_several_dtypes(model: nn.Module, blocks: Sequence[nn.Module], left_o
             said = " and ".join(f"{names[parameter]} of {dtype}" for dtype, parameter in firsts.items())
             raise ConfigError(
                 f"{said} would be sharded together, and fully_shard takes parameters of one dtype to train. Give them "
-                "one, or have model_blocks name a module that only has those of another dtype."
+                "one (of a complex one its torch.view_as_real, joined in the forward), or have model_blocks name a "
+                "module that only has those of another dtype."
             )
 
 

@@ -310,6 +310,8 @@ class BaseTrainer(AbstractTrainer):
         moved = MovedByForward(runtime.registry) if may_run_again else None
         while True:
             try:
+                if not runtime.parallel.changes_in_steps:
+                    return self._run_batches(window)
                 with runtime.parallel.whole(stays_fresh=True):
                     return self._run_batches(window)
             except RetryWindow:

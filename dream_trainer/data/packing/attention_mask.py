@@ -181,7 +181,13 @@ class _OfPositions:
         self._attention = attention
 
     def mask(
-        self, documents: Tensor, kind: Kind = "auto", *, causal: bool = True, device: Any = None, **_: Any
+        self,
+        documents: Tensor,
+        kind: Kind = "auto",
+        *,
+        causal: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Mask:
         target = documents.device if device is None else torch.device(device)
         kind = mask_kind(documents, kind, target, None)  # None: never "varlen", unless it was asked for
