@@ -1358,9 +1358,9 @@ MUTANTS = [
     ),
     Mutant(
         "a whole model is trained by each rank of a pipeline, and so too much",
-        "dream_trainer/trainer/step/accumulation.py",
-        "if self.goes_back_here:",
-        "if True:",
+        "dream_trainer/trainer/mixins/pipeline_parallel.py",
+        "goes_back_here = self.world.stage_rank == next(iter(stages_of_models)).ranks[-1]",
+        "goes_back_here = True",
         "tests/trainer/test_pipeline_models.py -k kept",
     ),
     Mutant(
