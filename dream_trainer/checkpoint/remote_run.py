@@ -47,10 +47,9 @@ _OF_A_RANK = re.compile(r"__(\d+)_\d+\.distcp|rank_(\d+)\..*")
 
 
 @dataclass(eq=False)
-class RemoteRun(Destination):
+class RemoteRun(Destination[StorePath]):
     """The run's directory in a store: claimed by `begin`, and released by `end`. Uploads one checkpoint at a time."""
 
-    directory: StorePath
     run_dir: Path
     connect: Callable[[], Store | None]
 

@@ -84,7 +84,7 @@ class Saver(Saving):
         claim(directory, self.world)
         self._claimed[directory] = trainings(directory)
 
-    def send_to(self, destination: Destination) -> None:
+    def send_to(self, destination: Destination[Any]) -> None:
         """Brings checkpoints there from now on, first those that wait on the disk; a collective."""
         self.writer.destination = destination
         with self.patience():

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ class SnapshotWriter:
     local: HostSaves = field(default_factory=HostSaves)
 
     def __post_init__(self) -> None:
-        self.destination = Destination(self.directory, self.retention, self.world)
+        self.destination: Destination[Any] = Destination(self.directory, self.retention, self.world)
         self.writing: Background[Path | None] = Background("checkpoint writer")  # gives a checkpoint's directory
         self.warming: Background[None] = Background("checkpoint memory")  # so that the first save takes no longer
         self._known_plan = KnownPlan()
