@@ -40,7 +40,7 @@ class ModelPart:
 class GradientState:
     """The state of gradients of sharded and replicated models on this rank; empty in one process."""
 
-    shared: dict[int, Any] = field(default_factory=dict)  # the `fully_shard` group of each sharded parameter, by id
+    sharded: dict[int, Any] = field(default_factory=dict)  # the `fully_shard` group of each sharded parameter, by id
     used: set[int] = field(default_factory=set)  # ids of parameters that a backward gave a gradient since their step
     ran: set[int] = field(default_factory=set)  # ids of the groups that ran a forward in the window
     zeros: set[int] = field(default_factory=set)  # ids of parameters that this rank brought zeros for
@@ -79,7 +79,7 @@ class GradientState:
     def has_gradients(self, parameters: Iterable[nn.Parameter]) -> bool:
         waiting_groups = set()
         for p in parameters:
-            group = self.shared.get(id(p))
+            group = self.sharded.get(id(p))
             if p.grad is not None and (group is None or id(p) in self.used):
                 return True
             if group is not None and group in self.waiting:

@@ -463,7 +463,7 @@ MUTANTS = [
     Mutant(
         "a sharded block that one rank left out is no error",
         "dream_trainer/trainer/step/optimizer_step.py",
-        "            if id(self._local_gradients.shared[id(parameter)]) not in self._local_gradients.ran:\n",
+        "            if id(self._local_gradients.sharded[id(parameter)]) not in self._local_gradients.ran:\n",
         "            if False:\n",
         UNEVEN,
     ),

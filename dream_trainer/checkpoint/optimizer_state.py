@@ -38,7 +38,7 @@ OPTIMIZER_PREFIX = "optimizers."  # names: `optimizers.<name>.<parameter>.<key>`
 
 RANK_PREFIX = "ranks."  # names of per-rank state begin with `ranks.<rank>.`
 
-WHOLE = ""  # the part of an optimizer's state that belongs to no single parameter
+NO_OWNER = ""  # the part of an optimizer's state that belongs to no single parameter
 
 
 class OptimizerState(NamedTuple):
@@ -76,8 +76,8 @@ def optimizer_state(name: str, optimizer: Optimizer, fqns: Mapping[Tensor, str],
             own[name][part] = record | {"places": places_of(by_name, part)}
     shared = {part: of.record for part, of in parts.items() if part not in each_rank}
     values: dict[str, Any] = {"class": type(optimizer).__name__, "groups": groups}
-    values["state"] = {part: record for part, record in shared.items() if part != WHOLE}
-    values |= {"whole": shared[WHOLE]} if WHOLE in shared else {}
+    values["state"] = {part: record for part, record in shared.items() if part != NO_OWNER}
+    values |= {"whole": shared[NO_OWNER]} if NO_OWNER in shared else {}
     values |= {"each_rank": sorted(each_rank)} if each_rank else {}
     values |= {"has_own_state_dict": True} if has_own_state_dict(optimizer) else {}
     inner = {}
@@ -99,7 +99,7 @@ def _inner_to_save(optimizer: Optimizer, parts: Mapping[str, _Part], world: Rank
     inner = list(inner_optimizers(optimizer))
     if not inner or not has_own_state_dict(optimizer):
         return inner
-    known = {storage_id(local_tensor(tensor)) for tensor in parts[WHOLE].tensors.values()}
+    known = {storage_id(local_tensor(tensor)) for tensor in parts[NO_OWNER].tensors.values()}
     lacking = []
     for _, base in inner:
         held = [storage_id(local_tensor(tensor)) for tensor in split_state(dict(base.state), {})[1].values()]
@@ -131,9 +131,9 @@ def _collect(
             on_host += [list(path)] if is_beside else []
         record |= {"layouts": layouts} if layouts else {}
         record |= {"on_host": on_host} if on_host else {}
-        record |= {"sharded": True} if part == WHOLE and mesh is not None else {}
+        record |= {"sharded": True} if part == NO_OWNER and mesh is not None else {}
         text = typed_json.dumps(record, name=f"{OPTIMIZER_PREFIX}{name}.state.{part}".rstrip("."))
-        is_compared = mesh is not None if part == WHOLE else is_dtensor(by_name[part])
+        is_compared = mesh is not None if part == NO_OWNER else is_dtensor(by_name[part])
         plain = [t for t in tensors.values() if is_compared and not is_dtensor(t)] if needs_digests else []
         digest = content_checksum("\n".join([text, *map(value_checksum, plain)]).encode()) if needs_digests else ""
         # Written and read again: so it is a copy (schedulers change `lr` tensors in place), and known to be readable.
@@ -153,14 +153,14 @@ def _collect(
 
 
 def _states(optimizer: Optimizer, fqns: Mapping[Tensor, str]) -> dict[str, Mapping[Any, Any]]:
-    """The parts of an optimizer's state by parameter; what belongs to none, or all of it, under `WHOLE`."""
+    """The parts of an optimizer's state by parameter; what belongs to none, or all of it, under `NO_OWNER`."""
     if has_own_state_dict(optimizer):
-        return {WHOLE: optimizer.state_dict()}
+        return {NO_OWNER: optimizer.state_dict()}
     states: dict[str, Mapping[Any, Any]] = {
         fqns[key]: value for key, value in optimizer.state.items() if isinstance(key, Tensor)
     }
     others = {key: value for key, value in dict(optimizer.state).items() if not isinstance(key, Tensor)}
-    return states | ({WHOLE: others} if others else {})
+    return states | ({NO_OWNER: others} if others else {})
 
 
 def parameters_by_name(optimizer: Optimizer, fqns: Mapping[Tensor, str]) -> dict[str, nn.Parameter]:
@@ -172,7 +172,7 @@ def owner_of(
     part: str, path: TensorPath, by_name: Mapping[str, nn.Parameter], ordered: Sequence[nn.Parameter]
 ) -> nn.Parameter | None:
     """The parameter that a state tensor belongs to: by its name or its position in PyTorch's form of a state dict."""
-    if part != WHOLE:
+    if part != NO_OWNER:
         return by_name[part]
     for before, key in pairwise(path):
         if before == "state" and type(key) is int and 0 <= key < len(ordered):
@@ -181,14 +181,14 @@ def owner_of(
 
 
 def tensor_name(name: str, part: str, path: TensorPath) -> str:
-    owner = f"{name}/state_dict" if part == WHOLE else f"{name}.{part}"
+    owner = f"{name}/state_dict" if part == NO_OWNER else f"{name}.{part}"
     return f"{OPTIMIZER_PREFIX}{owner}.{path_text(path)}"
 
 
 def places_of(by_name: Mapping[str, nn.Parameter], part: str) -> dict[str, Any]:
     """Which part this rank has of each parameter that a part of the state is of: equal places have equal parts."""
     places: dict[str, Any] = {}
-    for name in by_name if part == WHOLE else (part,):
+    for name in by_name if part == NO_OWNER else (part,):
         parameter = by_name[name]
         places[name] = None
         if is_dtensor(parameter):
@@ -204,7 +204,7 @@ def _of_each_rank(name: str, groups: Sequence[Mapping[str, Any]], parts: Mapping
     digests = {part: of.digest for part, of in parts.items()}
     same = content_checksum(f"{name} {[group['parameters'] for group in groups]}".encode())
     of_ranks = world.all_gather_object((same, content_checksum(repr(sorted(digests.items())).encode())))
-    differing = {WHOLE} if world.stages > 1 and WHOLE in parts else set()
+    differing = {NO_OWNER} if world.stages > 1 and NO_OWNER in parts else set()
     if len(set(of_ranks)) > len({of_rank for of_rank, _ in of_ranks}):
         of_same = [d for of_rank, d in world.all_gather_object((same, digests)) if of_rank == same]
         differing |= {part for part in set().union(*of_same) if len({d.get(part) for d in of_same}) > 1}
@@ -249,9 +249,9 @@ def of_all_stages(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def of_one_stage(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """The part of an optimizer's values that belongs to the parameters `names`; the rest is other stages'."""
-    each_rank = [part for part in values.get("each_rank", ()) if part in (WHOLE, *names)]
+    each_rank = [part for part in values.get("each_rank", ()) if part in (NO_OWNER, *names)]
     groups = values["groups"]
-    if WHOLE in each_rank or not values.get("has_own_state_dict"):  # else its positions are those of one stage
+    if NO_OWNER in each_rank or not values.get("has_own_state_dict"):  # else its positions are those of one stage
         groups = [group | {"parameters": [name for name in group["parameters"] if name in names]} for group in groups]
     state = {name: of for name, of in values["state"].items() if name in names}
     inner = {name: of_one_stage(of, names) for name, of in values.get("inner", {}).items()}
@@ -327,7 +327,7 @@ def prepare_optimizer_state(
     options = _options_by_group(name, optimizer, fqns, values["groups"], by_position=is_whole)
     by_name = parameters_by_name(optimizer, fqns)
     local = _own_records(name, values, by_name, own)
-    records = values["state"] | ({WHOLE: values["whole"]} if "whole" in values else {}) | local
+    records = values["state"] | ({NO_OWNER: values["whole"]} if "whole" in values else {}) | local
     template = split_state(optimizer.state_dict(), fqns)[1] if is_whole else {}
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     ordered, allocated, found = list(by_name.values()), dict[str, Tensor](), dict[str, dict[TensorPath, Tensor]]()
@@ -380,11 +380,11 @@ def prepare_optimizer_state(
     if not is_whole:
         optimizer.state.clear()
         for part in records:
-            optimizer.state.update(state_of(part) if part == WHOLE else {by_name[part]: state_of(part)})
+            optimizer.state.update(state_of(part) if part == NO_OWNER else {by_name[part]: state_of(part)})
 
     def finish() -> None:
         if is_whole:
-            load_own_state(name, optimizer, partial(state_of, WHOLE), with_options=with_options)
+            load_own_state(name, optimizer, partial(state_of, NO_OWNER), with_options=with_options)
         for base in inner:
             base.finish()
 

@@ -188,7 +188,7 @@ class Saver(Saving):
     def finish(self) -> None:
         self._finish("raise")
 
-    def before_update(self) -> None:
+    def wait_for_copies(self) -> None:
         if self._ranks_writing and self.writer.copies is not None:
             self.writer.copies.wait_before_update()
 

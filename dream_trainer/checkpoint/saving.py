@@ -99,7 +99,7 @@ class Saving:
     def heard(self, saving: int, failed: int) -> None:
         """Receives the number of ranks that are writing a save, and of those on which it failed."""
 
-    def before_update(self) -> None:
+    def wait_for_copies(self) -> None:
         """Right before parameters are changed in place."""
 
     def save_after_exception(self, step: int) -> None:

@@ -419,14 +419,14 @@ def watch_gradients(module: FSDPModule, local_gradients: GradientState, touchabl
     is_whole = isinstance(group.mesh_info, FSDPMeshInfo) and group.mesh_info.shard_mesh_size == 1
     group.__class__ = WholeGroup if is_whole else SharedGroup
     shared = cast("SharedGroup", group)
-    shared._local_gradients, shared._number = local_gradients, len(set(local_gradients.shared.values()))
+    shared._local_gradients, shared._number = local_gradients, len(set(local_gradients.sharded.values()))
     shared._state, shared._full, shared._touchable = state, {}, touchable
     if local_gradients.saved is None:
         local_gradients.saved = SavedWeights(local_gradients.owners)
     local_gradients.groups.append(group)
     for parameter in group.fsdp_params:
         if not is_whole:
-            local_gradients.shared[id(parameter.sharded_param)] = group
+            local_gradients.sharded[id(parameter.sharded_param)] = group
     touchable.add(group)
 
 
@@ -453,7 +453,7 @@ def gathered_dtype(parameter: torch.nn.Parameter) -> torch.dtype | None:
 
 def reduce_what_waits(parameters: Sequence[torch.nn.Parameter], local_gradients: GradientState) -> None:
     """Reduces gradients that no backward has reduced, as of a model that had no part in the last micro-batch."""
-    wanted: set[Any] = {local_gradients.shared.get(id(p)) for p in parameters} & local_gradients.waiting
+    wanted: set[Any] = {local_gradients.sharded.get(id(p)) for p in parameters} & local_gradients.waiting
     groups = [group for group in local_gradients.groups if group in wanted]  # in the order that all ranks have
     for group in groups:
         group.ends = True

@@ -368,7 +368,7 @@ class AbstractTrainer(MixinHooks):
         No checkpoint is still copying the parameters then. Sharded models show the shards that the next forward will
         gather, not the last gathered values; also in events, where small models are whole otherwise.
         """
-        self._runtime.saver.before_update()
+        self._runtime.saver.wait_for_copies()
         self._runtime.parallel.reshard()
         with self._runtime.parallel.as_shards():
             yield
@@ -464,7 +464,7 @@ class AccumulationWindow:
 
     @property
     def data(self) -> Window | None:
-        """Its loaded data: the number of samples over all ranks, and the position in the data after it."""
+        """Samples over all ranks, and the position after it; in `post_train_step` already the next's, or None."""
         return self._runtime.data.feed.window if self._runtime.session.is_ready else None
 
     def indices(self, epoch: int, first: int, end: int) -> list[list[int]] | None:

@@ -159,10 +159,10 @@ class Saves(dt.BaseTrainer, dt.SetupMixin, dt.FSDPMixin, dt.CheckpointMixin):
         return {}
 
     def post_setup(self) -> None:
-        saver, save_if_due, before_update = (
+        saver, save_if_due, wait_for_copies = (
             self._runtime.saver,
             self._runtime.saver.save_if_due,
-            self._runtime.saver.before_update,
+            self._runtime.saver.wait_for_copies,
         )
 
         def timed_save(**when: Any) -> None:
@@ -173,11 +173,11 @@ class Saves(dt.BaseTrainer, dt.SetupMixin, dt.FSDPMixin, dt.CheckpointMixin):
 
         def timed_update() -> None:
             started = time.perf_counter()
-            before_update()
+            wait_for_copies()
             if self.held:
                 self.held[-1] += time.perf_counter() - started
 
-        saver.save_if_due, saver.before_update = timed_save, timed_update  # type: ignore[method-assign]
+        saver.save_if_due, saver.wait_for_copies = timed_save, timed_update  # type: ignore[method-assign]
 
 
 def measure_held(root: Path, megabytes: int, rounds: int) -> list[float]:

@@ -287,7 +287,7 @@ class CheckpointMixin(AbstractTrainer):
                 best.values.setdefault(best_metric, state["best_value"])
 
         self._runtime.state_registry.register("checkpoint", dict, load_best_value, goes_with_counters=True)
-        self._runtime.optimizer_step.before_update = saver.before_update
+        self._runtime.optimizer_step.wait_for_copies = saver.wait_for_copies
         if self._runtime.config.training_parameters.fast_dev_run:
             return
         saver.claim(self.run_dir)

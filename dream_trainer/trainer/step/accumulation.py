@@ -495,8 +495,8 @@ class OwnGradients:
                     )
 
     def _look_at(self, optimizer: Optimizer) -> list[_Mark]:
-        shared = self._gradients.shared
-        parameters = [p for p in parameters_of(optimizer) if id(p) not in shared and p.requires_grad]
+        sharded = self._gradients.sharded
+        parameters = [p for p in parameters_of(optimizer) if id(p) not in sharded and p.requires_grad]
         return [
             _Mark(p, p.grad, 0 if p.grad is None else write_count(local_tensor(p.grad)), write_count(p))
             for p in parameters[:: len(parameters) // _WATCHED + 1]

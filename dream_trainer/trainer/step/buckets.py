@@ -60,7 +60,7 @@ def make_buckets(
     def kind(p: nn.Parameter) -> tuple[torch.dtype, dist.ProcessGroup | None, int]:
         return (p.dtype if dtype is None or p.is_complex() else dtype, *of_ranks(p))
 
-    crossing = [p for p in parameters if id(p) not in gradients.shared and kind(p)[2] > 1 and _can_be_trained(p)]
+    crossing = [p for p in parameters if id(p) not in gradients.sharded and kind(p)[2] > 1 and _can_be_trained(p)]
     return [Bucket(*of, members) for of, members in in_buckets(crossing, kind, _bytes)]
 
 

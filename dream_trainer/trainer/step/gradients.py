@@ -49,8 +49,8 @@ class StepPlan:
     tied: list[tuple[nn.Parameter, tuple[int, ...]]]  # with all ranks that have a copy
     averaging: Averaging  # of the gradients that no backward reduces over ranks; of none at world size 1
     is_whole: bool  # averaged gradients are equal to the bit on all ranks
-    shared: list[nn.Parameter]  # parameters whose gradients a backward reduces, each rank keeping its shard
-    shared_ids: frozenset[int]
+    sharded: list[nn.Parameter]  # parameters whose gradients a backward reduces, each rank keeping its shard
+    sharded_ids: frozenset[int]
     guards_itself: bool  # whether every optimizer skips a step on the device if its `found_inf` is set
     n_groups: tuple[int, ...]  # parameter count per optimizer group when the plan was made, to notice `add_param_group`
     dtype: torch.dtype  # the widest dtype among the parameters; the norm is computed in it
@@ -75,7 +75,7 @@ def plan_step(
     for parameter in parameters:
         part = gradients.part(parameter)
         # A part's is the sum over the ranks of all parts; a bucket would have divided by all ranks.
-        is_sum = part is not None and (id(parameter) in gradients.shared or part.copies is None)
+        is_sum = part is not None and (id(parameter) in gradients.sharded or part.copies is None)
         divisor = part.divisor if part is not None and is_sum else 1
         first, *_ = gradients.tied.get(id(parameter), (world.stage_rank,))
         kind = copies_of(parameter, world.step_size), is_dtensor(parameter), divisor, first == world.stage_rank
@@ -85,7 +85,7 @@ def plan_step(
     dtype = torch.float64 if world.stages > 1 and not parameters else torch.float32
     for other in dtypes:
         dtype = torch.promote_types(dtype, torch.zeros((), dtype=other).abs().dtype)
-    shared = [p for p in parameters if id(p) in gradients.shared]
+    sharded = [p for p in parameters if id(p) in gradients.sharded]
     # Backward comes to the last ones first.
     overlaps = devices.overlap_reduce and world.step_size > 1
     buckets = make_buckets(parameters[::-1] if overlaps else parameters, world, gradients, reduce_dtype(devices))
@@ -97,8 +97,8 @@ def plan_step(
         sums=[place for place, (_, _, divisor, _) in enumerate(kinds) if divisor != 1],
         tied=[(by_id[key], ranks) for key, ranks in gradients.tied.items() if key in by_id],
         is_whole=world.data_copies == 1 and all(copies == world.step_size for copies, *_ in kinds),
-        shared=shared,
-        shared_ids=frozenset(map(id, shared)),
+        sharded=sharded,
+        sharded_ids=frozenset(map(id, sharded)),
         guards_itself=all(guards_itself(o, gradients.shard_of) for o in optimizers),
         n_groups=group_sizes(optimizers),
         dtype=dtype,
@@ -161,7 +161,7 @@ def global_norm(
     lacking: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor | None, list[int]]:
     """Norm and total weight, 0-dim, and which of `lacking` no rank used (a wait for the device); one all-reduce."""
-    sums = torch.zeros(2 + len(plan.shared), dtype=torch.float64, device=device)
+    sums = torch.zeros(2 + len(plan.sharded), dtype=torch.float64, device=device)
     sums[2:] = 1.0
     if lacking:
         sums[[2 + place for place in lacking]] = 0.0

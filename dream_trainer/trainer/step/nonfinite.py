@@ -117,7 +117,7 @@ class NonFiniteGuard:
                 "fused=True where the optimizer has it.",
             )
 
-    def step(self, optimizers: Sequence[Optimizer], norm: Tensor, empty: Tensor | bool, *, can_rerun: bool) -> bool:
+    def try_step(self, optimizers: Sequence[Optimizer], norm: Tensor, empty: Tensor | bool, *, can_rerun: bool) -> bool:
         """Steps unless the norm is not finite or the total weight is 0; returns whether the host knows of a skip."""
         if empty is True:
             self._progress.skipped_steps += 1

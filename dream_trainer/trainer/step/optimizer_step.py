@@ -84,7 +84,7 @@ class OptimizerStep:
         self._before_step, self._after_step = before, after
         # Listeners may change gradients, so the norm is computed again: on all ranks, even if only rank 0 listens.
         self._renormalises, self._others_may_change = is_heard
-        self.before_update: Callable[[], None] = lambda: None  # called before weights change
+        self.wait_for_copies: Callable[[], None] = lambda: None  # called before weights change
         self.had_gradients = False  # whether any step so far had a gradient
         self.times_stepped: Counter[int] = Counter()  # by `id` of an optimizer or scheduler
         self._pairs: set[tuple[nn.Module, tuple[Optimizer, ...]]] = set()  # that belong together
@@ -143,7 +143,7 @@ class OptimizerStep:
     def _advance(
         self, model: nn.Module, optimizers: tuple[Optimizer, ...], plan: StepPlan, *, can_rerun: bool
     ) -> Tensor:
-        self.before_update()
+        self.wait_for_copies()
         with torch.no_grad():
             norm, empty = self._finish_gradients(model, optimizers, plan)
         shards = values = _NOTHING
@@ -152,7 +152,7 @@ class OptimizerStep:
             values = self._parallel.as_values(optimizers, someone_listens=bool(self._after_step))
         with shards, values:
             with torch.no_grad(), plain_beside_dtensors() if plan.is_mixed else _NOTHING:
-                skipped = self.guard.step(optimizers, norm, empty, can_rerun=can_rerun)
+                skipped = self.guard.try_step(optimizers, norm, empty, can_rerun=can_rerun)
             if not skipped and self._after_step:
                 for optimizer in optimizers:
                     for listener in self._after_step:
@@ -261,13 +261,13 @@ class OptimizerStep:
         return constants
 
     def _lacking(self, plan: StepPlan) -> list[int]:
-        """Positions in `plan.shared` of the parameters whose gradients, if any, come only from other ranks."""
+        """Positions in `plan.sharded` of the parameters whose gradients, if any, come only from other ranks."""
         used = self._local_gradients.used
-        if plan.shared_ids <= used:
+        if plan.sharded_ids <= used:
             lacking = []
         else:
-            lacking = [i for i, p in enumerate(plan.shared) if p.requires_grad and id(p) not in used]
-        used -= plan.shared_ids
+            lacking = [i for i, p in enumerate(plan.sharded) if p.requires_grad and id(p) not in used]
+        used -= plan.sharded_ids
         return lacking
 
     def _norm(
@@ -285,7 +285,7 @@ class OptimizerStep:
             return self._local_norm(plan, grads), total
         norm, total, unused = global_norm(plan, grads, weight, self._device, lacking)
         for place in unused:
-            parameter = plan.shared[place]
+            parameter = plan.sharded[place]
             if parameter.grad is not None and id(parameter) not in self._local_gradients.zeros:
                 raise StepError(
                     f"{self._names_of(parameter)} has a gradient of code that took its shard (to_local, "
@@ -293,8 +293,8 @@ class OptimizerStep:
                 )
             parameter.grad = None
         for place in set(lacking).difference(unused):
-            parameter = plan.shared[place]
-            if id(self._local_gradients.shared[id(parameter)]) not in self._local_gradients.ran:
+            parameter = plan.sharded[place]
+            if id(self._local_gradients.sharded[id(parameter)]) not in self._local_gradients.ran:
                 raise StepError(
                     f"other ranks ran the block of {self._names_of(parameter)} in this window, and rank "
                     f"{self._world.rank} did not. Blocks are gathered from all ranks: run each on every rank (times 0 "

@@ -115,7 +115,7 @@ class TiedGradients:
                 )
 
     def _note(self, parameter: nn.Parameter) -> None:
-        if parameter.grad is not None and id(parameter) in self._gradients.shared:
+        if parameter.grad is not None and id(parameter) in self._gradients.sharded:
             self._gradients.used.add(id(parameter))  # by another stage
 
     def _add_up_whole(self, parameters: Sequence[nn.Parameter]) -> None:
