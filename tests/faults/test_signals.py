@@ -23,7 +23,7 @@ EVERY = {"save_every_n_steps": 7}
 SLOW_SAVE = Fault(phase="before the rename", does="sleep", seconds=2.0, calls=(1,))
 MOMENTS: dict[str, dict[str, Any]] = {
     "before the first step": {"pause": Pause(where="setup", seconds=1.0)},
-    "in the first data wait": {"pause": Pause(where="train", rank=1)},
+    "in the first data wait": {"pause": Pause(where="train", rank=1, sample=2)},  # after setup's first and last sample
     "in a data wait": {"pause": Pause(where="train", rank=1, sample=10)},
     "in a data wait of a worker": {"pause": Pause(where="train", rank=1, sample=11), "workers": 1},
     "in validation": {"pause": Pause(where="val", rank=1, sample=2)},
@@ -53,7 +53,10 @@ class Case:
     def job(self) -> Job:
         options = MOMENTS[self.moment]
         if "pause" in options and self.ranks == 1:
-            options = options | {"pause": replace(options["pause"], rank=0)}
+            pause = options["pause"]
+            # One rank alone does not look at samples in setup.
+            sample = 0 if self.moment == "in the first data wait" else pause.sample
+            options = options | {"pause": replace(pause, rank=0, sample=sample)}
         return Job(ranks=self.ranks, checkpoint=EVERY | {"async_save": self.is_async}, **options)
 
     def reach(self, attempt: Attempt, directory: Path) -> None:
@@ -96,6 +99,7 @@ def cases() -> Iterator[Case]:
 
 SPANNING = [
     Case(2, "before the first step", "1"),
+    Case(2, "in the first data wait", "0"),
     Case(2, "in a data wait of a worker", "groups"),
     Case(1, "in a data wait", "twice", SIGHUP),
     Case(2, "in validation", "1"),
