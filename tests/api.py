@@ -148,7 +148,7 @@ _NAMES = {
     "dream_trainer.stores.object_store": "open_store without_secrets",
     "dream_trainer.stores.ownership": "Ownership",
     "dream_trainer.stores.store_path": "StorePath as_path",
-    "dream_trainer.testing.findings": "CHECKS TrainerChecks",
+    "dream_trainer.testing.findings": "CHECKS TrainerChecks differences",
     "dream_trainer.testing.program": "Program",
     "dream_trainer.testing.suite": "findings",
     "dream_trainer.trainer.abstract": "AbstractTrainer",

@@ -530,12 +530,13 @@ def joined(run: Run) -> Values:
 
 
 def differences(one: Values, other: Values, stages: Collection[str] = STAGES) -> Iterator[Difference]:
-    """Of steps that both have, and of their number."""
+    """Of steps that both have trained, and of their number."""
     largest: dict[tuple[str, str], float] = defaultdict(float)
     for (_, stage, name), value in one.items():
         if stage in ("logged", "rates"):
             largest[stage, name] = max(abs(value), largest[stage, name])
-    ours, theirs = ({step for step, _, _ in values} for values in (one, other))
+    # A run that was stopped in a validation begins by logging it again, at a step that it has not trained.
+    ours, theirs = ({step for step, stage, _ in values if stage != "logged"} for values in (one, other))
     both = ours & theirs
     for key in sorted({**one, **other}, key=lambda key: (key[0], [*STAGES].index(key[1]))):
         step, stage, name = key

@@ -17,7 +17,7 @@ from dream_trainer.testing import (
     check_resume,
     suite,
 )
-from tests.api import CHECKS, Program, TrainerChecks, findings, main
+from tests.api import CHECKS, Program, TrainerChecks, differences, findings, main
 from tests.testing.programs import right, wrong
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -75,6 +75,15 @@ def program(target: str) -> Program:
 
 def checks_for(check: str) -> tuple[str, ...]:
     return ("parity", "validation") if check == "validation" else (check,)
+
+
+def test_a_run_that_was_stopped_in_a_validation_may_log_it_again() -> None:
+    trained = {(step, "samples", "micro-batch 0"): (str(step),) for step in (1, 2, 3)}
+    validated = {(2, "logged", "val/loss"): 0.5}
+    resumed = {(3, "samples", "micro-batch 0"): ("3",), **validated}
+    assert list(differences(trained | validated, resumed)) == []
+    other = {(3, "samples", "micro-batch 0"): ("4",), **validated}
+    assert [found.step for found in differences(trained | validated, other)] == [3]
 
 
 @pytest.mark.slow
