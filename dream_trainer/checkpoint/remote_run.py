@@ -12,13 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dream_trainer.checkpoint.files import compare_sizes, discard, set_aside
-from dream_trainer.checkpoint.manifest import (
-    MANIFEST_NAME,
-    Manifest,
-    kept,
-    list_checkpoints,
-    read_manifest,
-)
+from dream_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, kept, list_checkpoints, read_manifest
 from dream_trainer.checkpoint.run_directory import LOCK_NAME
 from dream_trainer.checkpoint.saving import Destination
 from dream_trainer.compat.pytorch import HashStore, PrefixStore, Store

@@ -45,12 +45,7 @@ from dream_trainer.checkpoint.manifest import (
     verify_checkpoint,
 )
 from dream_trainer.checks import listed
-from dream_trainer.distributed.ranks import (
-    Ranks,
-    from_all_ranks,
-    from_main_rank,
-    on_all_ranks,
-)
+from dream_trainer.distributed.ranks import Ranks, from_all_ranks, from_main_rank, on_all_ranks
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 from dream_trainer.version import __version__
 

@@ -37,10 +37,8 @@ class RankPlan(StepMeasure):
     rank: int
     world_size: int
     mesh: dict[str, int]
-    settings: dict[str, Any]
-    """The config's values that a smaller peak would change, and the parts of a batch in a pipeline."""
-    numbers: list[int] | None = None
-    """The numbers that the first stage of a pipeline sends to the next."""
+    settings: dict[str, Any]  # values of the config that a smaller peak would change, and a pipeline's parts of a batch
+    numbers: list[int] | None = None  # the numbers that the first stage of a pipeline sends to the next
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +60,10 @@ class Tried:
     """A change of the config, and the rank with the highest peak with it."""
 
     change: str
-    flags: str
-    """As they are written on the command line."""
-    plan: RankPlan | None = None
-    """None: it cannot be planned."""
+    flags: str  # as they are written on the command line
+    plan: RankPlan | None = None  # None: it cannot be planned
     error: str = ""
-    cost: Cost | None = None
-    """Of a mesh that a search has planned."""
+    cost: Cost | None = None  # of a mesh that a search has planned
 
     def fits(self, memory: int | None) -> bool:
         return self.plan is not None and self.plan.peak <= (memory or 0)
@@ -168,16 +163,11 @@ class MeshPlan:
     """A program on a number of ranks."""
 
     worst: RankPlan
-    ranks: dict[int, int]
-    """The peak of each planned rank."""
-    memory: int | None = None
-    """Bytes of a device; None if nothing was asked."""
-    tried: list[Tried] = field(default_factory=list)
-    """Changes that were tried for a rank that does not fit."""
-    meshes: list[Tried] = field(default_factory=list)
-    """Meshes of a search: those that fit first, the cheapest of them at the top."""
-    rates: Rates = field(default_factory=Rates)
-    """Rates for the costs of meshes."""
+    ranks: dict[int, int]  # the peak of each planned rank
+    memory: int | None = None  # bytes of a device; None if nothing was asked
+    tried: list[Tried] = field(default_factory=list)  # changes that were tried for a rank that does not fit
+    meshes: list[Tried] = field(default_factory=list)  # of a search: those that fit first, the cheapest at the top
+    rates: Rates = field(default_factory=Rates)  # rates for the costs of meshes
 
     @property
     def fits(self) -> bool | None:

@@ -59,12 +59,9 @@ class Crossing:
     dimensions: str
     ranks: int
     calls: int
-    n_bytes: int
-    """Of whole tensors: gathered, before they are scattered, or reduced."""
-    sent: int
-    """By this rank, if a collective is a ring."""
-    hosts: int
-    """On which the ranks are."""
+    n_bytes: int  # of whole tensors: gathered, before they are scattered, or reduced
+    sent: int  # by this rank, if a collective is a ring
+    hosts: int  # on which the ranks are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,15 +69,11 @@ class StepMeasure:
     """A step on one rank."""
 
     peak: int
-    at_peak: dict[str, int]
-    """Bytes at the peak by kind."""
-    modules: dict[str, int]
-    """Bytes at the peak by the module that made them; parameters, gradients and optimizer state by their own."""
+    at_peak: dict[str, int]  # bytes at the peak by kind
+    modules: dict[str, int]  # bytes at the peak by the module that made them, or whose parameters they belong to
     traffic: list[Crossing]
-    flops: int
-    """Of matrix products and attention, with what is computed again."""
-    read: dict[str, int]
-    """Lines that asked a tensor for its value, with the number of times."""
+    flops: int  # of matrix products and attention, with what is computed again
+    read: dict[str, int]  # lines that asked a tensor for its value, with the number of times
 
 
 class Tracker(TorchDispatchMode):

@@ -33,7 +33,7 @@ class DPOConfig(SupervisedFineTuningConfig):
     label_smoothing: float = 0.0
     """Share of the pairs that are assumed to be labelled the wrong way round."""
     row_length: int = 1024
-    """Tokens of the longest prompt with its answer. Longer ones are cut off at the end."""
+    """Tokens of the longest prompt with its answer. Longer ones are cut off at the end, with a warning."""
     optimizer: OptimizerParameters = field(default_factory=lambda: OptimizerParameters(lr=1e-5, weight_decay=0.0))
     """Optimizer and its numbers."""
 
@@ -59,7 +59,10 @@ class DPO(SupervisedFineTuning):
         pair: dict[str, list[Tensor]] = {"tokens": [], "labels": []}
         for name in ("chosen", "rejected"):
             encoded = super().encode({"prompt": line["prompt"], "answer": line[name]})
-            tokens, learned = (torch.tensor(encoded[key][: self.config.row_length]) for key in ("tokens", "weights"))
+            most = self.config.row_length
+            if (length := len(encoded["tokens"])) > most:
+                self.warn_once("cut", f"an answer ends at token {length}, cut off at row_length={most}. Set more.")
+            tokens, learned = (torch.tensor(encoded[key][:most]) for key in ("tokens", "weights"))
             pair["tokens"].append(tokens)
             pair["labels"].append(tokens.masked_fill(learned == 0, IGNORED))
         return pair

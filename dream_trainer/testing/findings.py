@@ -47,8 +47,7 @@ class Finding:
     """One line of the report, and what is known about its cause."""
 
     check: str
-    holds: bool | None
-    """None if it could not be checked, or is only informational."""
+    holds: bool | None  # None if it could not be checked, or is only informational
     text: str
     cause: Sequence[str] = ()
 

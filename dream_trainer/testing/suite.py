@@ -21,11 +21,7 @@ class TrainerCheckError(AssertionError):
 
 
 def findings(
-    program: Program,
-    *,
-    checks: Sequence[str] = CHECKS,
-    meshes: Sequence[str] | None = None,
-    quick: bool = False,
+    program: Program, *, checks: Sequence[str] = CHECKS, meshes: Sequence[str] | None = None, quick: bool = False
 ) -> Iterator[Finding]:
     """Findings about a program's trainer, as `check_trainer` has them. A terminal shows a line after each run."""
     for found in apart(_send_findings, program, checks, meshes, quick=quick):

@@ -51,13 +51,10 @@ class LoadReport:
 
 
 def _problems(report: LoadReport) -> list[str]:
-    reasons = [f"{name} ({reason})" for name, reason in report.mismatched.items()]
-    kinds = (
-        (report.missing, "missing (not in the file)"),
-        (report.unexpected, "unexpected (not in the model)"),
-        (reasons, "mismatched"),
-    )
-    return [f"{len(names)} {kind}: {listed(names, _LISTED)}" for names, kind in kinds if names]
+    reasons = tuple(f"{name} ({reason})" for name, reason in report.mismatched.items())
+    lists = report.missing, report.unexpected, reasons
+    kinds = "missing (not in the file)", "unexpected (not in the model)", "mismatched"
+    return [f"{len(names)} {kind}: {listed(names, _LISTED)}" for names, kind in zip(lists, kinds, strict=True) if names]
 
 
 def merged(reports: Sequence[LoadReport]) -> LoadReport:

@@ -71,12 +71,7 @@ class Resumed(Noted, dt.CheckpointMixin):
 
 
 @pytest.mark.parametrize(
-    ("n", "unit", "steps"),
-    [
-        (3, "steps", [3, 6, 9]),
-        (6, "samples", [2, 3, 5, 6, 8, 9]),
-        (2, "validations", [10]),
-    ],
+    ("n", "unit", "steps"), [(3, "steps", [3, 6, 9]), (6, "samples", [2, 3, 5, 6, 8, 9]), (2, "validations", [10])]
 )
 def test_a_resumed_run_calls_as_the_straight_one(n: int, unit: Any, steps: list[int]) -> None:
     calls: list[int] = []

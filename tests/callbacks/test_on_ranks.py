@@ -33,13 +33,7 @@ def throughput() -> dict[str, dict[int, float]]:
             clock.now += 2.0
             return super().training_step(batch, batch_idx)
 
-    callback = Throughput(
-        every_n_steps=1,
-        warm_up_steps=1,
-        flops_per_token=100.0,
-        device_flops=1e3,
-        clock=clock,
-    )
+    callback = Throughput(every_n_steps=1, warm_up_steps=1, flops_per_token=100.0, device_flops=1e3, clock=clock)
     config = make_config(callbacks=[callback, recorder], log_every=1, n_epochs=1)
     record(Runs(config, DataLoader(Samples(8), 2)), recorder)
     return {name.removeprefix("throughput/"): recorder.values(name) for name in names(recorder, "throughput")}

@@ -124,15 +124,9 @@ def flight_recorder_environment(directory: Path, **set_by_user: str) -> dict[str
 def test_the_flight_recorder_writes_where_it_is_told_unless_the_user_said_otherwise(tmp_path: Path) -> None:
     assert pytorch.recorded_collectives() is None  # before there is a group
     found = flight_recorder_environment(tmp_path / "records")
-    assert found == {
-        "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/records/rank_",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-    }
+    assert found == {"TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/records/rank_", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     assert (tmp_path / "records").is_dir()
-    theirs = {
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/x/y_",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    }
+    theirs = {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/x/y_", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
     assert flight_recorder_environment(tmp_path / "others", **theirs) == theirs
     assert not (tmp_path / "others").exists()
 

@@ -347,10 +347,7 @@ def test_a_loader_that_fails_is_named_with_its_error() -> None:
 @pytest.mark.parametrize(
     ("now", "message"),
     [
-        (
-            lambda: api.LoaderGroup({"text": ours(1, 1)["text"]}),
-            r"loaders \['text', 'images'\], not \['text'\]",
-        ),
+        (lambda: api.LoaderGroup({"text": ours(1, 1)["text"]}), r"loaders \['text', 'images'\], not \['text'\]"),
         (lambda: api.LoaderGroup(ours(1, 1), end="shortest"), "read by .*longest.*now by .*shortest"),
         (lambda: api.AlternatingLoaders(ours(1, 1)), "read by .*LoaderGroup.*now by .*AlternatingLoaders"),
         (lambda: api.LoaderGroup(ours(1, 1, text=48)), "'text': .*40 training samples, and the dataset now has 48"),

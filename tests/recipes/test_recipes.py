@@ -238,6 +238,16 @@ def test_dpo_learns_as_by_hand(files: Path) -> None:
         )  # the preferred one is first
 
 
+def test_dpo_says_which_pairs_it_cuts_off(files: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = tuning(recipes.DPOConfig, files)
+    config.row_length = 8
+    trainer = recipes.DPO(config)
+    pair = trainer.encode({"prompt": "ab", "chosen": "cd", "rejected": "cdefghi"})  # and the token of an end
+    assert [len(tokens) for tokens in pair["tokens"]] == [5, 8]
+    assert "token 10" in caplog.text
+    assert "row_length=8" in caplog.text
+
+
 def test_a_classifier_learns_as_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(YAML))
     config = recipes.ClassifierConfig(

@@ -184,11 +184,7 @@ def test_a_chosen_batch_size_that_the_loader_does_not_have_is_said(caplog: pytes
     [
         *(
             (data, r"0 (batches|samples)|1 samples")
-            for data in (
-                [],
-                DataLoader(Samples(0), batch_size=2),
-                DataLoader(Samples(1), 2, drop_last=True),
-            )
+            for data in ([], DataLoader(Samples(0), batch_size=2), DataLoader(Samples(1), 2, drop_last=True))
         ),
         (Counting(0), "yielded no batch"),
         (None, "None for the training loader"),

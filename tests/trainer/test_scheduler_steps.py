@@ -74,10 +74,7 @@ class Slip(Two):
         (Forgets, ["self.scheduler has not been stepped so far, so self.optimizer keeps its learning rate."]),
         (ForgetsPlateau, ["self.plateau has not been stepped so far"]),
         (Twice, ["self.scheduler is passed to step() and stepped by hand as well: it has gone 2 steps in 1."]),
-        (
-            Slip,
-            ["self.other_scheduler has not been stepped so far, so self.other keeps"],
-        ),
+        (Slip, ["self.other_scheduler has not been stepped so far, so self.other keeps"]),
     ],
 )
 def test_a_wrong_step_is_named_once(cls: type[Scheduled], told: list[str], caplog: pytest.LogCaptureFixture) -> None:

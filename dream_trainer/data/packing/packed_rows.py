@@ -425,9 +425,7 @@ class DocumentRows(OrderedDataset):
         pieces, first = block.rows[position - block.first_row], block.number * self.documents_per_block
         loaded = {
             number: self._format.load(
-                self.documents[first + number],
-                int(block.lengths[number]),
-                f"The document at position {first + number}",
+                self.documents[first + number], int(block.lengths[number]), f"The document at position {first + number}"
             )
             for number, _, _ in pieces
         }
