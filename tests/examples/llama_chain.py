@@ -107,13 +107,13 @@ class Link(NamedTuple):
     """How far it is from the run that was never stopped, over its own steps."""
 
 
-def run_chain(chain: Sequence[Cell], directory: Path, timeout: float = 600.0) -> list[Link]:
+def run_chain(chain: Sequence[Cell], directory: Path, timeout: float = 300.0) -> list[Link]:
     """Trains `chain`, a world for every row of cells of one size, and in one process what it is compared with.
 
     Args:
         chain: The cells, in order.
         directory: The working directory, where checkpoints are handed from one to the next.
-        timeout: Seconds for each world.
+        timeout: Seconds for each cell, of which a world may have many.
     """
     parts = hops(chain)
     totals = {hop.cell.alone(): hop.until for hop in parts}
@@ -125,7 +125,7 @@ def run_chain(chain: Sequence[Cell], directory: Path, timeout: float = 600.0) ->
         if world_size == 1:
             by_rank = [train_hops(together, total)]
         else:
-            by_rank = run_world(as_rank, world_size, together, total, str(directory), timeout=timeout)
+            by_rank = run_world(as_rank, world_size, together, total, str(directory), timeout=timeout * len(together))
         for hop, ranks in zip(together, zip(*by_rank, strict=True), strict=True):
             links.append(Link(hop, ranks, compare(ranks_of(ranks), same_steps(alone[hop.cell.alone()], hop.until))))
     return links
