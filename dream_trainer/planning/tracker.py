@@ -233,12 +233,16 @@ class Tracker(TorchDispatchMode):
                 label.kind = "communication" if label.kind in ("activations", TEMPORARIES) else label.kind
 
 
+def _shapes(query: Tensor, *others: Tensor) -> Iterator[tuple[int, ...]]:
+    """As if each head of the query had keys of its own: PyTorch 2.11 counts no grouped ones."""
+    return ((*query.shape[:2], *each.shape[2:]) for each in (query, *others))
+
+
+_ATTENTION = "_scaled_dot_product_flash_attention"
 _FLOPS: dict[str, Callable[..., int]] = {
     **{name[1]: count for packet, count in flop_registry.items() if (name := name_of_operation(packet)) is not None},
-    "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(
-        grad.shape, q.shape, k.shape, v.shape
-    ),
+    f"{_ATTENTION}_for_cpu": lambda q, k, v, *_, **__: sdpa_flop_count(*_shapes(q, k, v)),
+    f"{_ATTENTION}_for_cpu_backward": lambda d, q, k, v, *_, **__: sdpa_backward_flop_count(d.shape, *_shapes(q, k, v)),
 }
 # Their names here, and the whole tensors of what is given to them and what they return.
 _COLLECTIVES: dict[str, tuple[str, Callable[[list[Tensor], Any], Any]]] = {

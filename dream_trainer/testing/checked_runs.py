@@ -185,10 +185,8 @@ def _train(job: Job, rank: int) -> None:
 
 def preload() -> None:
     """Imports what trainers need."""
-    for name in (
-        *("dream_trainer.trainer.dream", "dream_trainer.callbacks", "dream_trainer.checkpoint.store", "torch._dynamo"),
-        *("torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
-    ):
+    own = "dream_trainer.trainer.dream", "dream_trainer.callbacks", "dream_trainer.checkpoint.store"
+    for name in (*own, "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"):
         importlib.import_module(name)
 
 
