@@ -278,7 +278,7 @@ def test_an_event_is_the_same_for_callbacks_and_the_trainer(event: str) -> None:
 # To be lowered as release 0.4 goes on; docs/baseline.md has where they are to end.
 MOST = {
     "files of the package": 227,
-    "lines of the package": 44_119,
+    "lines of the package": 44_116,
     "lines of testing/ and planning/": 3_036,
     "`raise` statements": 689,
     "modules under 60 lines": 15,

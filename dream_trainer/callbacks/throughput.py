@@ -41,6 +41,7 @@ class Throughput(LoggingCallback):
     loggers), validations, and waits for checkpoints. The values of an interval carry its seconds as their weight, so a
     logged mean is exact over any number of intervals. Nothing waits for the device: the host only runs ahead of it as
     far as the logger's flushes allow, which evens out over intervals of `log_every_n_steps`.
+
     Args:
         name: First part of the metrics' names.
         every_n_steps: Optimizer steps in an interval.
@@ -203,11 +204,7 @@ def peak_flops(device_name: str, dtype: torch.dtype, *, tf32: bool = False) -> f
         return None
     for name, peaks in _PEAKS:
         if set(name.lower().split()) <= words:
-            by_dtype = {
-                torch.float16: peaks.fp16,
-                torch.bfloat16: peaks.bf16,
-                torch.float32: (peaks.tf32 or peaks.fp32) if tf32 else peaks.fp32,
-            }
-            peak = by_dtype.get(dtype)
+            of_float32 = (peaks.tf32 or peaks.fp32) if tf32 else peaks.fp32
+            peak = {torch.float16: peaks.fp16, torch.bfloat16: peaks.bf16, torch.float32: of_float32}.get(dtype)
             return None if peak is None else peak * 1e12
     return None
