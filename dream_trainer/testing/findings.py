@@ -103,7 +103,7 @@ class TrainerChecks:
         facts, seconds = self.facts, [*record["steps"].values()][-1]["seconds"]
         per_pass, total = facts["steps_per_pass"], facts["total_steps"]
         self.epoch: int | None = 2 if self._quick and seconds > SLOW else 3
-        wanted = 3 * self.epoch if self._quick else 12
+        wanted = 3 * self.epoch if self._quick or seconds > SLOW else 12
         flags = [word.partition("=")[0].replace("_", "-") for word in self._launcher.program.arguments]
         if total is not None and record["parses"] and any(flag.endswith(".max-steps") for flag in flags):
             wanted = total  # as the user says
@@ -169,7 +169,7 @@ class TrainerChecks:
         """Starts runs in one directory, of which each continues the last."""
         if name in self._launcher:
             return
-        validation = max(1, (2 if self.micro_batch else 4) // values.get("ranks", 1)) if self.cuts_validation else None
+        validation = max(1, (1 if self.micro_batch else 4) // values.get("ranks", 1)) if self.cuts_validation else None
         given = {"steps": self.steps, "epoch": self.epoch, "batch": self.batch, "micro_batch": self.micro_batch}
         given |= {"validation": validation, "loader_batch": self.facts["batch_size"] or 0}
         self._launcher.start(name, *(given | values | link for link in links or ({},)))

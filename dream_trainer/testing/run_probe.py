@@ -219,8 +219,7 @@ class Probe(Callback):
         self._now: dict[str, dict[str, Any]] = {"changes": {}, "written": {}}
         self._step: dict[str, Any] = {}
         self._line = os.open(steps_file, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-        self._seconds = 0.0  # of a step, without what is done here
-        self._since = time.process_time()
+        self._seconds, self._since = 0.0, time.process_time()  # of a step, without what is done here
         self._reads, self._counting = ValueReads(), ExitStack()
 
     # -- before training
@@ -324,6 +323,7 @@ class Probe(Callback):
     def post_val_epoch(self, trainer: Any, metrics: dict[str, float]) -> None:
         self.record["validated"] += [] if trainer.is_evaluating else [trainer.global_step]
         self._mark(trainer, "post_val_epoch")
+        self._seconds, self._since = 0.0, time.process_time()  # it is no part of the next step
 
     @override
     def post_epoch(self, trainer: Any) -> None:
