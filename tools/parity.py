@@ -57,7 +57,7 @@ class Miss(NamedTuple):
     """How far a cell is from the single process, at most over steps and parameters."""
 
     loss: float
-    norm: float  # relative, if it is above 1
+    norm: float
     weight: float
     starts_equal: bool
     """Whether the initial weights are the same bits."""
@@ -299,11 +299,7 @@ def compare(ranks: Sequence[dict[str, Any]], alone: dict[str, Any]) -> Miss:
     """Distance of a cell, as its ranks report it, from the single process."""
     return Miss(
         loss=max(abs(a - b) for a, b in zip(step_losses(ranks), step_losses([alone]), strict=True)),
-        norm=max(
-            abs(a - b) / max(1.0, abs(b))  # a norm of 150 has the rounding of its size
-            for rank in ranks
-            for a, b in zip(rank["norms"], alone["norms"], strict=True)
-        ),
+        norm=max(abs(a - b) for rank in ranks for a, b in zip(rank["norms"], alone["norms"], strict=True)),
         weight=max(
             float((weight - alone["weights"][name]).abs().max())
             for rank in ranks

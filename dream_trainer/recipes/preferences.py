@@ -61,7 +61,7 @@ class DPO(SupervisedFineTuning):
             encoded = super().encode({"prompt": line["prompt"], "answer": line[name]})
             most = self.config.row_length
             if (length := len(encoded["tokens"])) > most:
-                self.warn_once("cut", f"an answer ends at token {length}, cut off at row_length={most}. Set more.")
+                self.warn_once("cut", f"row_length={most} cuts off an answer that ends at token {length}. Raise it.")
             tokens, learned = (torch.tensor(encoded[key][:most]) for key in ("tokens", "weights"))
             pair["tokens"].append(tokens)
             pair["labels"].append(tokens.masked_fill(learned == 0, IGNORED))

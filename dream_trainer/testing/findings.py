@@ -529,17 +529,17 @@ def joined(run: Run) -> Values:
 
 
 def differences(one: Values, other: Values, stages: Collection[str] = STAGES) -> Iterator[Difference]:
-    """Of steps that both have trained, and of their number."""
+    """Of steps that both have trained, and of their number. A run may begin with a validation that a stop put off."""
     largest: dict[tuple[str, str], float] = defaultdict(float)
     for (_, stage, name), value in one.items():
         if stage in ("logged", "rates"):
             largest[stage, name] = max(abs(value), largest[stage, name])
-    # A run that was stopped in a validation begins by logging it again, at a step that it has not trained.
     ours, theirs = ({step for step, stage, _ in values if stage != "logged"} for values in (one, other))
     both = ours & theirs
     for key in sorted({**one, **other}, key=lambda key: (key[0], [*STAGES].index(key[1]))):
         step, stage, name = key
-        if step in both and stage in stages and (stage != "logged" or key in one):
+        is_of_both = step in both if stage != "logged" else key in one and (step in both or key in other)
+        if is_of_both and stage in stages:
             a, b = one.get(key), other.get(key)
             if repr(_bits(a)) != repr(_bits(b)):
                 yield Difference(*key, a, b, _distance(a, b, largest[stage, name]))

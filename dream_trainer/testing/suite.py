@@ -38,8 +38,8 @@ def _send_findings(program: Program, checks: Any, meshes: Any, asker: Connection
             asker.send(found)
 
 
-def _check(trainer: MakeTrainer | str, checks: Sequence[str], meshes: Sequence[str] | None, *, quick: bool) -> None:
-    found = findings(Program.of(trainer), checks=checks, meshes=meshes, quick=quick)
+def _check(program: MakeTrainer | str, checks: Sequence[str], meshes: Sequence[str] | None, *, quick: bool) -> None:
+    found = findings(Program.of(program), checks=checks, meshes=meshes, quick=quick)
     if failed := [str(each) for each in found if each.holds is False]:
         raise TrainerCheckError("\n".join(failed))
 

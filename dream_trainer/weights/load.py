@@ -52,9 +52,9 @@ class LoadReport:
 
 def _problems(report: LoadReport) -> list[str]:
     reasons = tuple(f"{name} ({reason})" for name, reason in report.mismatched.items())
-    lists = report.missing, report.unexpected, reasons
-    kinds = "missing (not in the file)", "unexpected (not in the model)", "mismatched"
-    return [f"{len(names)} {kind}: {listed(names, _LISTED)}" for names, kind in zip(lists, kinds, strict=True) if names]
+    found = {"missing (not in the file)": report.missing, "unexpected (not in the model)": report.unexpected}
+    found["mismatched"] = reasons
+    return [f"{len(names)} {kind}: {listed(names, _LISTED)}" for kind, names in found.items() if names]
 
 
 def merged(reports: Sequence[LoadReport]) -> LoadReport:

@@ -77,13 +77,13 @@ def checks_for(check: str) -> tuple[str, ...]:
     return ("parity", "validation") if check == "validation" else (check,)
 
 
-def test_a_run_that_was_stopped_in_a_validation_may_log_it_again() -> None:
+def test_a_run_that_was_stopped_before_a_validation_begins_with_it() -> None:
     trained = {(step, "samples", "micro-batch 0"): (str(step),) for step in (1, 2, 3)}
     validated = {(2, "logged", "val/loss"): 0.5}
     resumed = {(3, "samples", "micro-batch 0"): ("3",), **validated}
     assert list(differences(trained | validated, resumed)) == []
-    other = {(3, "samples", "micro-batch 0"): ("4",), **validated}
-    assert [found.step for found in differences(trained | validated, other)] == [3]
+    other = {(3, "samples", "micro-batch 0"): ("4",), (2, "logged", "val/loss"): 0.25}
+    assert [found.step for found in differences(trained | validated, other)] == [2, 3]
 
 
 @pytest.mark.slow
