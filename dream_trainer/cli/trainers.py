@@ -57,8 +57,7 @@ class CheckTrainer(OfProgram, Shows):
     """The check to run; None runs all."""
 
     def run(self, *overrides: str) -> int:
-        from dream_trainer.testing.findings import CHECKS
-        from dream_trainer.testing.suite import report
+        from dream_trainer.testing.suite import CHECKS, report
 
         checks = CHECKS if self.only is None else (self.only,)
         return report(self.program(*overrides), checks, quick=self.quick, as_json=self.as_json)

@@ -24,8 +24,8 @@ from dream_trainer.errors import ConfigError
 from dream_trainer.planning.planned_trainer import Changes, PlanError, PlannedTrainer, RankJob
 from dream_trainer.planning.tracker import StepMeasure
 from dream_trainer.screen import show
-from dream_trainer.testing.checked_runs import apart, end, fork, preload, write_whole
-from dream_trainer.testing.program import Program, become_rank
+from dream_trainer.testing.checked_runs import end, fork, write_whole
+from dream_trainer.testing.program import Program, apart, become_rank, preload
 from dream_trainer.weights.export_files import parse_size
 
 

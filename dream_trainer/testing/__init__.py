@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from dream_trainer.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from dream_trainer.testing.findings import Finding as Finding, ProgramError as ProgramError
     from dream_trainer.testing.suite import (
+        Finding as Finding,
+        ProgramError as ProgramError,
         TrainerCheckError as TrainerCheckError,
         check_deterministic as check_deterministic,
         check_kill as check_kill,

@@ -4,7 +4,6 @@ program with a changed config and a Probe among its callbacks, to the end of the
 from __future__ import annotations
 
 import faulthandler
-import importlib
 import os
 import pickle
 import random
@@ -12,7 +11,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -24,7 +22,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from math import gcd
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Self
@@ -181,45 +178,6 @@ def _train(job: Job, rank: int) -> None:
 
 
 # -- processes of ranks, also of planned ones
-
-
-def preload() -> None:
-    """Imports what trainers need."""
-    own = "dream_trainer.trainer.dream", "dream_trainer.callbacks", "dream_trainer.checkpoint.store"
-    for name in (*own, "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"):
-        importlib.import_module(name)
-
-
-def apart(work: Callable[..., object], *args: Any, **named: Any) -> Iterator[Any]:
-    """What the work sends by its last argument, in a new process: it has no threads, so that it can fork others."""
-    ours, theirs = Pipe()
-    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    words = [sys.executable, "-c", f"from {__name__} import be_apart; be_apart({theirs.fileno()})"]
-    options: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    options |= {"env": environment, "pass_fds": [theirs.fileno()], "start_new_session": True}
-    with subprocess.Popen(words, **options), ours:
-        theirs.close()
-        ours.send(sys.path)
-        ours.send(partial(work, *args, **named))
-        while (found := ours.recv()) is not None:
-            if isinstance(found, BaseException):
-                raise found
-            yield found
-
-
-def be_apart(pipe: int) -> None:
-    preload()
-    with Connection(pipe) as asker:
-        sys.path[:] = asker.recv()
-        work = asker.recv()
-        try:
-            work(asker)
-            asker.send(None)
-        except Exception as error:
-            if not isinstance(error, DreamTrainerError):
-                error.add_note(traceback.format_exc())
-            asker.send(error)
 
 
 def fork(directory: Path, rank: int, work: Callable[[], object]) -> int:

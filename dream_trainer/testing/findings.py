@@ -9,7 +9,6 @@ import signal
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib import import_module
 from pathlib import Path
@@ -18,11 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dream_trainer.errors import ConfigError, DreamTrainerError
+from dream_trainer.errors import ConfigError
 from dream_trainer.testing.checked_runs import Launcher, Run
 from dream_trainer.testing.run_probe import Summary, Values
+from dream_trainer.testing.suite import CHECKS, Finding, ProgramError
 
-CHECKS = ("deterministic", "parity", "resume", "kill", "order", "validation", "schedules", "cost")
 DATA = ("replicas", "shards")  # meshes that are checked with --quick too
 SLOW = 0.25  # seconds of CPU time of a step above which batches are made smaller
 RANDOM = ("logged", "gradients", "weights", "optimizer", "buffers")  # stages that random numbers change
@@ -40,24 +39,6 @@ OF_STAGE = {  # what a difference between ranks and one process means, if nothin
         "nothing may read, change or clear p.grad before."
     ),
 }
-
-
-@dataclass
-class Finding:
-    """One line of the report, and what is known about its cause."""
-
-    check: str
-    holds: bool | None  # None if it could not be checked, or is only informational
-    text: str
-    cause: Sequence[str] = ()
-
-    def __str__(self) -> str:
-        mark = {True: "ok  ", False: "FAIL", None: "-   "}[self.holds]
-        return "\n".join([f"{mark} {self.check}: {self.text}", *(f"       {line}" for line in self.cause)])
-
-
-class ProgramError(DreamTrainerError):
-    """The user's program fails by itself, on one rank."""
 
 
 class TrainerChecks:

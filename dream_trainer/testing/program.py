@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from runpy import run_module, run_path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from dream_trainer.errors import ConfigError
+from dream_trainer.errors import ConfigError, DreamTrainerError
 
 MakeTrainer = Callable[[], Any]
 
@@ -160,3 +165,45 @@ def become_rank(rank: int, world_size: int, ranks_per_host: int) -> None:
     sizes = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": world_size, "GROUP_RANK": host}
     sizes |= {"LOCAL_WORLD_SIZE": ranks_per_host, "GROUP_WORLD_SIZE": -(-world_size // ranks_per_host)}
     os.environ |= {name: str(value) for name, value in sizes.items()}
+
+
+# -- work in a process of its own; the one that asks for it needs no torch
+
+
+def preload() -> None:
+    """Imports what trainers need."""
+    own = "dream_trainer.trainer.dream", "dream_trainer.callbacks", "dream_trainer.checkpoint.store"
+    for name in (*own, "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"):
+        import_module(name)
+
+
+def apart(work: Callable[..., object], *args: Any, **named: Any) -> Iterator[Any]:
+    """What the work sends by its last argument, in a new process: it has no threads, so that it can fork others."""
+    ours, theirs = Pipe()
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    words = [sys.executable, "-c", f"from {__name__} import be_apart; be_apart({theirs.fileno()})"]
+    options: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    options |= {"env": environment, "pass_fds": [theirs.fileno()], "start_new_session": True}
+    with subprocess.Popen(words, **options), ours:
+        theirs.close()
+        ours.send(sys.path)
+        ours.send(partial(work, *args, **named))
+        while (found := ours.recv()) is not None:
+            if isinstance(found, BaseException):
+                raise found
+            yield found
+
+
+def be_apart(pipe: int) -> None:
+    preload()
+    with Connection(pipe) as asker:
+        sys.path[:] = asker.recv()
+        work = asker.recv()
+        try:
+            work(asker)
+            asker.send(None)
+        except Exception as error:
+            if not isinstance(error, DreamTrainerError):
+                error.add_note(traceback.format_exc())
+            asker.send(error)

@@ -6,14 +6,33 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from dream_trainer.errors import DreamTrainerError
 from dream_trainer.screen import show
-from dream_trainer.testing.checked_runs import Launcher, apart
-from dream_trainer.testing.findings import CHECKS, Finding, ProgramError, TrainerChecks
-from dream_trainer.testing.program import MakeTrainer, Program
+from dream_trainer.testing.program import MakeTrainer, Program, apart
+
+CHECKS = ("deterministic", "parity", "resume", "kill", "order", "validation", "schedules", "cost")
+
+
+@dataclass
+class Finding:
+    """One line of the report, and what is known about its cause."""
+
+    check: str
+    holds: bool | None  # None if it could not be checked, or is only informational
+    text: str
+    cause: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        mark = {True: "ok  ", False: "FAIL", None: "-   "}[self.holds]
+        return "\n".join([f"{mark} {self.check}: {self.text}", *(f"       {line}" for line in self.cause)])
+
+
+class ProgramError(DreamTrainerError):
+    """The user's program fails by itself, on one rank."""
 
 
 class TrainerCheckError(AssertionError):
@@ -33,6 +52,9 @@ def findings(
 
 
 def _send_findings(program: Program, checks: Any, meshes: Any, asker: Connection, *, quick: bool) -> None:
+    from dream_trainer.testing.checked_runs import Launcher
+    from dream_trainer.testing.findings import TrainerChecks
+
     with Launcher(program, asker) as launcher:
         for found in TrainerChecks(launcher, quick=quick).findings(checks, meshes):
             asker.send(found)
