@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,9 +16,9 @@ from dream_trainer.best_value import refuse_missing
 from dream_trainer.cadence import Cadence
 from dream_trainer.checkpoint.files import set_newer_aside
 from dream_trainer.checkpoint.run_directory import claim, count_training, release, trainings
-from dream_trainer.checkpoint.saving import Destination, Saving
-from dream_trainer.checkpoint.snapshot_writer import HostCopies, SnapshotWriter
-from dream_trainer.checkpoint.store import Snapshot
+from dream_trainer.checkpoint.saving import Destination, HostSaves, Saving
+from dream_trainer.checkpoint.snapshot_writer import Background, HostCopies
+from dream_trainer.checkpoint.store import KnownPlan, Snapshot, write_checkpoint
 from dream_trainer.cleanup import followed_by, in_a_line
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters, OnSaveError
 from dream_trainer.distributed.ranks import Ranks, on_all_ranks
@@ -39,7 +39,9 @@ class Saver(Saving):
 
     parameters: CheckpointParameters
     world: Ranks
-    writer: SnapshotWriter
+    directory: Path  # where checkpoints are written
+    beside: Ranks  # the same ranks, for the thread that writes
+    copies: HostCopies | None  # None: snapshots are not copied
     settle: Callable[[], Moment]
     snapshot: Callable[[dict[str, float], HostCopies | None], Snapshot]
     warm: Callable[[HostCopies | None], Callable[[], None]]
@@ -50,9 +52,14 @@ class Saver(Saving):
     say_once: Callable[[str, str], None]
     clock: Callable[[], float]
     only_when_called: bool = False
+    local: HostSaves = field(default_factory=HostSaves)
 
     def __post_init__(self) -> None:
         parameters = self.parameters
+        self.destination: Destination[Any] = Destination(self.directory, parameters, self.beside)
+        self.writing: Background[Path | None] = Background("checkpoint writer")  # gives a checkpoint's directory
+        self.warming: Background[None] = Background("checkpoint memory")  # so that the first save takes no longer
+        self._plan = KnownPlan()
         self._is_telling = False
         self._cadence = Cadence(
             steps=parameters.save_every_n_steps,
@@ -60,7 +67,6 @@ class Saver(Saving):
             minutes=parameters.save_every_n_minutes,
             clock=self.clock,
         )
-        self.local = self.writer.local
         self._local_cadence = Cadence(steps=parameters.save_local_every_n_steps)
         self._writes_local = False  # whether the last save begun is a local one
         self._has_checkpoint = False  # whether the run has one that local ones can follow
@@ -86,16 +92,16 @@ class Saver(Saving):
 
     def send_to(self, destination: Destination[Any]) -> None:
         """Brings checkpoints there from now on, first those that wait on the disk; a collective."""
-        self.writer.destination = destination
+        self.destination = destination
         with self.patience():
-            destination.begin(self.writer.directory)
+            destination.begin(self.directory)
 
     def wait_until_sent(self) -> None:
         with self.patience():
-            on_all_ranks(self.writer.world, "send checkpoints", self.writer.destination.finish)
+            on_all_ranks(self.beside, "send checkpoints", self.destination.finish)
 
     def release(self) -> None:
-        self.writer.destination.end()
+        self.destination.end()
         while self._claimed:
             release(self._claimed.popitem()[0])
 
@@ -121,9 +127,9 @@ class Saver(Saving):
         # After the first step, since optimizers create their state in it: one that cannot be saved is found now.
         if self._is_to_warm and step is not None:
             self._is_to_warm = False
-            work = self.warm(self.writer.copies)
-            if self.writer.copies is not None:
-                self.writer.warming.start(work)
+            work = self.warm(self.copies)
+            if self.copies is not None:
+                self.warming.start(work)
         if self.only_when_called:
             return
         parameters = self.parameters
@@ -146,19 +152,19 @@ class Saver(Saving):
             self._begin(parameters.on_save_error, is_local=True)
         if is_last:
             self._finish(on_error)
-            self.writer.warming.collect()
+            self.warming.collect()
             self.wait_until_sent()
 
     def flags(self) -> tuple[bool, bool, bool]:
-        writing, is_saving = self.writer.writing, self._ranks_writing > 0
-        is_busy = (writing.is_busy or is_saving) and not self._writes_local
+        is_saving = self._ranks_writing > 0
+        is_busy = (self.writing.is_busy or is_saving) and not self._writes_local
         due = (
             self._cadence.goes_by_the_clock
             and self.world.is_main
             and self._cadence.is_due_by_the_clock()
             and not (is_busy and self.parameters.when_busy == "skip")
         )
-        return due, is_saving and writing.is_busy, is_saving and writing.has_failed
+        return due, is_saving and self.writing.is_busy, is_saving and self.writing.has_failed
 
     def heard(self, saving: int, failed: int) -> None:
         were_writing, self._ranks_writing = self._ranks_writing, saving
@@ -189,12 +195,12 @@ class Saver(Saving):
         self._finish("raise")
 
     def wait_for_copies(self) -> None:
-        if self._ranks_writing and self.writer.copies is not None:
-            self.writer.copies.wait_before_update()
+        if self._ranks_writing and self.copies is not None:
+            self.copies.wait_before_update()
 
     def _begin(self, on_error: OnSaveError, *, is_local: bool = False, always: bool = False) -> None:
         """Saves where the run is, unless that has been saved; no save may be running."""
-        self.writer.warming.collect()
+        self.warming.collect()
         now = self.settle()
         if self._saved in (Moment(now.step, has_pending_work=False), now) and not always:
             return
@@ -206,7 +212,7 @@ class Saver(Saving):
         try:
             if not is_local:
                 self._leave_branch()
-            snapshot = self.snapshot(metrics if validated_at == now.step else {}, self.writer.copies)
+            snapshot = self.snapshot(metrics if validated_at == now.step else {}, self.copies)
         except CheckpointError as error:
             self._failed(error, on_error)
             return
@@ -216,16 +222,29 @@ class Saver(Saving):
         if not is_local:
             self._saved, self._has_checkpoint = now, True
         self._writes_local, self._ranks_writing = is_local, 1
-        self.writer.start(snapshot, replace=replace, is_local=is_local)
-        if self.writer.copies is None:
+        self.writing.start(partial(self._write, snapshot, replace=replace, is_local=is_local))
+        if self.copies is None:
             self._finish(on_error)
+
+    def _write(self, snapshot: Snapshot, *, replace: bool, is_local: bool) -> Path | None:
+        """Writes a checkpoint, or a local one, in the thread of `writing`."""
+        if self.copies is not None:
+            self.copies.wait()
+        path = None
+        if not is_local:
+            self.destination.refuse_if_lost(self.beside)
+            path = write_checkpoint(self.directory, snapshot, world=self.beside, replace=replace, known=self._plan)
+            self.local.follow(path)
+            self.destination.put(path)
+        self.local.write(snapshot)
+        return path
 
     def _finish(self, on_error: OnSaveError) -> None:
         """Waits for the save that is running, if there is one, and reports it; on all ranks at the same step."""
         started = self.clock()
         try:
             with self.patience():
-                path = self.writer.writing.collect()
+                path = self.writing.collect()
         except CheckpointError as error:
             self._failed(error, on_error)
         else:
@@ -248,11 +267,11 @@ class Saver(Saving):
 
     def close(self) -> None:
         with followed_by(self._finish_sending), followed_by(partial(self._finish, "raise")):
-            self.writer.warming.collect()
+            self.warming.collect()
 
     def _finish_sending(self) -> None:
         with self.patience():
-            self.writer.destination.finish()
+            self.destination.finish()
 
     # -- resuming
 
@@ -284,13 +303,13 @@ class Saver(Saving):
 
     def _leave_branch(self) -> None:
         """Moves checkpoints of the abandoned branch away, since they look like this one's. Only training does this."""
-        after, destination = self._leaves_after, self.writer.destination
+        after = self._leaves_after
         if after is None:
             return
-        for root in dict.fromkeys((self.writer.directory, destination.directory)):
+        for root in dict.fromkeys((self.directory, self.destination.directory)):
             move = partial(set_newer_aside, root, after)
             moved = on_all_ranks(self.world, "set newer checkpoints aside", move if self.world.is_main else list[Path])
             if moved:
                 logger.warning("continuing from step %d; set aside: %s", after, ", ".join(path.name for path in moved))
-        destination.look_again()
+        self.destination.look_again()
         self._leaves_after = None

@@ -1,56 +1,15 @@
-"""SnapshotWriter: writes a snapshot to the disk, in a thread of each rank, while training continues."""
+"""A thread that writes, and copies of the snapshot in the host's memory: training continues during a save."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from dream_trainer.checkpoint.saving import Destination, HostSaves
-from dream_trainer.checkpoint.store import KnownPlan, Snapshot, write_checkpoint
 from dream_trainer.compat.pytorch import local_tensor, with_local
-from dream_trainer.config.checkpoint_parameters import CheckpointParameters
-from dream_trainer.distributed.ranks import Ranks
-
-
-@dataclass(eq=False)
-class SnapshotWriter:
-    """Writes one snapshot at a time, and then gives the checkpoint to its destination."""
-
-    directory: Path
-    retention: CheckpointParameters
-    world: Ranks
-    copies: HostCopies | None = None  # None: snapshots are not copied
-    local: HostSaves = field(default_factory=HostSaves)
-
-    def __post_init__(self) -> None:
-        self.destination: Destination[Any] = Destination(self.directory, self.retention, self.world)
-        self.writing: Background[Path | None] = Background("checkpoint writer")  # gives a checkpoint's directory
-        self.warming: Background[None] = Background("checkpoint memory")  # so that the first save takes no longer
-        self._known_plan = KnownPlan()
-
-    def start(self, snapshot: Snapshot, *, replace: bool, is_local: bool) -> None:
-        """Begins to write a checkpoint, or a local one; the last outcome must have been collected."""
-        self.writing.start(partial(self._write, snapshot, replace=replace, is_local=is_local))
-
-    def _write(self, snapshot: Snapshot, *, replace: bool, is_local: bool) -> Path | None:
-        if self.copies is not None:
-            self.copies.wait()
-        path = None
-        if not is_local:
-            self.destination.refuse_if_lost(self.world)
-            path = write_checkpoint(self.directory, snapshot, world=self.world, replace=replace, known=self._known_plan)
-            self.local.follow(path)
-            self.destination.put(path)
-        self.local.write(snapshot)
-        return path
-
 
 T = TypeVar("T")
 

@@ -59,7 +59,9 @@ class Counter:
         self.saver = api.Saver(
             self.parameters,
             self.world,
-            api.SnapshotWriter(directory, self.parameters, self.world, copies),
+            directory,
+            self.world,
+            copies,
             settle=lambda: api.Moment(self.step, self.has_pending_work),
             snapshot=self.snapshot,
             warm=lambda _: lambda: self.warmed.append(self.step),
@@ -159,10 +161,10 @@ def test_a_save_due_while_one_is_written_is_skipped_if_asked(tmp_path: Path, cap
     caplog.set_level(logging.INFO, "dream_trainer")
     with counting(tmp_path, copies=copies, when_busy="skip", **NOTHING | {"save_every_n_steps": 1}) as run:
         run.train(3)
-        assert run.saver.writer.writing.is_busy
+        assert run.saver.writing.is_busy
         assert run.saved == []
         copies.gate.set()
-        while run.saver.writer.writing.is_busy:
+        while run.saver.writing.is_busy:
             pass
         run.train()
         assert run.saved == [1]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import dream_trainer as dt
-from dream_trainer.checkpoint import snapshot_writer
+from dream_trainer.checkpoint import saver
 from tests.api import DistributedDataLoader, Ranks, Snapshot, load_tensors, tensor_metadata
 from tests.trainer import small
 from tests.trainer.small import Batch, Samples, Validates, fit, weights
@@ -158,13 +158,13 @@ def replaced(place: Any, name: str, value: Any) -> Iterator[None]:
 @contextmanager
 def before_writing(act: Callable[[Snapshot], None]) -> Iterator[None]:
     """Calls `act` with each snapshot in the thread that writes it, before anything is on the disk."""
-    write = snapshot_writer.write_checkpoint
+    write = saver.write_checkpoint
 
     def act_and_write(root: Path, snapshot: Snapshot, **options: Any) -> Path:
         act(snapshot)
         return write(root, snapshot, **options)
 
-    with replaced(snapshot_writer, "write_checkpoint", act_and_write):
+    with replaced(saver, "write_checkpoint", act_and_write):
         yield
 
 

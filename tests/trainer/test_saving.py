@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import dream_trainer as dt
-from dream_trainer.checkpoint import snapshot_writer, store
+from dream_trainer.checkpoint import saver, store
 from tests.api import CheckpointError, Snapshot, read_manifest, read_rank, read_shared
 from tests.trainer import resumable, saves
 from tests.trainer.arithmetic import full
@@ -104,7 +104,7 @@ def test_a_checkpoint_is_of_the_moment_it_was_asked_for_though_training_goes_on(
 def test_a_save_waits_for_the_one_before_it() -> None:
     running: set[int] = set()
     most: list[int] = []
-    write = snapshot_writer.write_checkpoint
+    write = saver.write_checkpoint
 
     def slow(root: Path, snapshot: Snapshot, **options: Any) -> Path:
         running.add(snapshot.step)
@@ -114,7 +114,7 @@ def test_a_save_waits_for_the_one_before_it() -> None:
         running.remove(snapshot.step)
         return path
 
-    with saves.replaced(snapshot_writer, "write_checkpoint", slow):
+    with saves.replaced(saver, "write_checkpoint", slow):
         trainer = saves.run(save_every_n_steps=1)
     assert trainer.saved == saves.steps_of(trainer) == list(range(1, saves.STEPS + 1))
     assert most == [1] * saves.STEPS
@@ -252,7 +252,7 @@ def at_two(directory: str) -> dict[str, Any]:
     os.chdir(directory)
 
     def train(experiment: str, **checkpoint: Any) -> dict[str, Any]:
-        gate, write = saves.Gate(), snapshot_writer.write_checkpoint
+        gate, write = saves.Gate(), saver.write_checkpoint
 
         def write_and_wait(root: Path, snapshot: Snapshot, **options: Any) -> Path:
             path = write(root, snapshot, **options)
@@ -262,7 +262,7 @@ def at_two(directory: str) -> dict[str, Any]:
 
         config = saves.make_config(experiment=experiment, training={"n_epochs": 2}, **checkpoint)
         trainer = Opens(config, gate, length=4 * saves.STEPS)
-        with saves.replaced(snapshot_writer, "write_checkpoint", write_and_wait):
+        with saves.replaced(saver, "write_checkpoint", write_and_wait):
             saves.fit(trainer)
         return {"told": trainer.told_at, "saved": trainer.saved, "there": saves.steps_of(trainer), "seen": trainer.seen}
 

@@ -152,7 +152,7 @@ class Saves(dt.BaseTrainer, dt.SetupMixin, dt.FSDPMixin, dt.CheckpointMixin):
         return PerRankLoader([torch.zeros(1)] * 64), None
 
     def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, object]:
-        while self._runtime.saver.writer.writing.is_busy:
+        while self._runtime.saver.writing.is_busy:
             time.sleep(0.01)
         self.backward(self.model(batch))
         self.step(self.model, self.optimizer)

@@ -45,7 +45,7 @@ class Saving(Framework, dt.CheckpointMixin):
         return list(batches(self.arguments, self.world.device)), None
 
     def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
-        while (self.global_step + 1) % EVERY == 0 and self._runtime.saver.writer.writing.is_busy:
+        while (self.global_step + 1) % EVERY == 0 and self._runtime.saver.writing.is_busy:
             time.sleep(0.01)
         return super().training_step(batch, batch_idx)
 

@@ -31,7 +31,7 @@ from dream_trainer.checkpoint.model_state import ModelForm, model_configs
 from dream_trainer.checkpoint.run_directory import linked_checkpoints
 from dream_trainer.checkpoint.saver import Moment, Saver
 from dream_trainer.checkpoint.saving import HostSaves
-from dream_trainer.checkpoint.snapshot_writer import HostCopies, SnapshotWriter
+from dream_trainer.checkpoint.snapshot_writer import HostCopies
 from dream_trainer.checkpoint.store import read_shared
 from dream_trainer.checks import check_choice
 from dream_trainer.cleanup import followed_by
@@ -262,14 +262,15 @@ class CheckpointMixin(AbstractTrainer):
         elsewhere = self._elsewhere()
         copies = HostCopies(self.world.device) if parameters.async_save else None
         beside = self.world.beside()
-        writer = SnapshotWriter(self.checkpoint_dir, parameters, beside, copies, self._host_saves(parameters, beside))
         self.__form = ModelForm()
         frozen = None if parameters.save_frozen else FrozenWeights(self.named_models(), self.world)
         best, best_metric = self._runtime.best, parameters.best_metric
         saver = self._runtime.saver = Saver(
             parameters,
             self.world,
-            writer,
+            self.checkpoint_dir,
+            beside,
+            copies,
             settle=partial(_settled, self._runtime),
             snapshot=partial(saved_state.snapshot, self._runtime, self.__form, frozen),
             warm=partial(saved_state.warm, self._runtime, frozen),
@@ -280,6 +281,7 @@ class CheckpointMixin(AbstractTrainer):
             say_once=self.warn_once,
             clock=time.monotonic,
             only_when_called=self._runtime.config.training_parameters.fast_dev_run,
+            local=self._host_saves(parameters, beside),
         )
 
         def load_best_value(state: Mapping[str, Any]) -> None:  # which is the evaluation's since
