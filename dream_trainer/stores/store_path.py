@@ -51,9 +51,6 @@ class StorePath(PosixPath):
     def __fspath__(self) -> str:
         raise TypeError(f"{self} is in an object store, and is no path of the file system.")
 
-    def __repr__(self) -> str:
-        return f"StorePath({str(self)!r})"
-
     @property
     def store(self) -> ObjectStore:
         return open_store(self.parts[0].rstrip(":"))
@@ -62,13 +59,6 @@ class StorePath(PosixPath):
     def key(self) -> str:
         """The bucket and the path in it, as `ObjectStore` names objects."""
         return "/".join(self.parts[1:])
-
-    def __truediv__(self, name: str | os.PathLike[str]) -> StorePath:
-        return super().__truediv__(name)
-
-    @property
-    def parent(self) -> StorePath:
-        return super().parent
 
     # -- read
 
@@ -162,9 +152,6 @@ class StoreStream(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
-
-    def tell(self) -> int:
-        return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
