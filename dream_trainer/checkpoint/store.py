@@ -244,11 +244,6 @@ def read_rank(path: Path, rank: int) -> tuple[dict[str, Any], dict[str, Tensor]]
     from safetensors.torch import load
 
     manifest = read_manifest(path)
-    if not 0 <= rank < manifest.world_size:
-        raise CheckpointError(
-            f"{path} was written by {manifest.world_size} ranks and has no state of rank {rank}. "
-            "Reseed what belongs to a rank when the layout changed."
-        )
     state = _read_json(manifest, f"{rank_name(rank)}.json")
     name = f"{rank_name(rank)}.safetensors"
     try:
