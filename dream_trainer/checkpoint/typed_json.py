@@ -137,12 +137,8 @@ def _refuse_constant(text: str) -> Any:
     raise ValueError(f"not typed JSON: bare {text}")
 
 
-def _dictionary(pairs: list[list[Any]]) -> dict[Any, Any]:
-    return {key: value for key, value in pairs}  # noqa: C416 (unpacking checks that each is a pair)
-
-
 def _load_defaultdict(value: dict[str, Any]) -> defaultdict[Any, Any]:
-    return defaultdict(_FACTORIES[value["factory"]], _dictionary(value["items"]))
+    return defaultdict(_FACTORIES[value["factory"]], value["items"])
 
 
 def _load_array(value: dict[str, Any]) -> np.ndarray:
@@ -164,8 +160,8 @@ _TYPES: dict[str, tuple[type, Callable[[Any, str], Any], Callable[[Any], Any]]] 
     "$tuple": (tuple, _items, tuple),
     "$set": (set, _unordered, set),
     "$frozenset": (frozenset, _unordered, frozenset),
-    "$counter": (Counter, _pairs, lambda value: Counter(_dictionary(value))),
-    "$ordered": (OrderedDict, _pairs, lambda value: OrderedDict(_dictionary(value))),
+    "$counter": (Counter, _pairs, lambda value: Counter(dict(value))),
+    "$ordered": (OrderedDict, _pairs, OrderedDict),
     "$defaultdict": (defaultdict, _defaultdict, _load_defaultdict),
     "$bytes": (bytes, lambda obj, path: base64.b64encode(obj).decode("ascii"), base64.b64decode),
     "$complex": (complex, lambda obj, path: _items((obj.real, obj.imag), path), lambda v: complex(*v)),
@@ -182,6 +178,6 @@ _TYPES: dict[str, tuple[type, Callable[[Any, str], Any], Callable[[Any], Any]]] 
 _TAGS = {kind: tag for tag, (kind, _, _) in _TYPES.items()}
 _OF_OTHERS: dict[str, Callable[[Any], Any]] = {
     "$float": float,
-    "$dict": _dictionary,
+    "$dict": dict,
     "$numpy": lambda value: _load_array(value)[()],
 }
