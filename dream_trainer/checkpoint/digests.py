@@ -109,17 +109,12 @@ class FrozenWeights:
 
     def __init__(self, models: Mapping[str, nn.Module], world: Ranks) -> None:
         self._models, self._world = models, world
-        self._at_setup = value_digests(self._frozen(), world=world)
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The names of those that were frozen after the setup, as checkpoints have them."""
-        return frozenset(self._at_setup)
+        self.at_setup = value_digests(self._frozen(), world=world)  # by the names that checkpoints have
 
     def unchanged(self) -> dict[str, str]:
         """The digests of those that are still frozen and still have the values of the setup; a collective."""
         now = value_digests(self._frozen(), world=self._world)
-        return {name: digest for name, digest in now.items() if self._at_setup.get(name) == digest}
+        return {name: digest for name, digest in now.items() if self.at_setup.get(name) == digest}
 
     def _frozen(self) -> dict[str, Tensor]:
         return {name: p for name, p in model_parameters(self._models).items() if not p.requires_grad}

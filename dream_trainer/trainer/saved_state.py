@@ -184,7 +184,7 @@ def _left_out(models: Mapping[str, nn.Module], digests: Mapping[str, str], world
 def warm(runtime: Runtime, frozen: FrozenWeights | None, copies: HostCopies | None) -> Callable[[], None]:
     """Returns work to run in the background after the first step, to speed up the first save; a collective."""
     everything, _, _ = _tensors(runtime)
-    passed_over = frozenset() if frozen is None else frozen.names
+    passed_over = {} if frozen is None else frozen.at_setup
     tensors = {name: tensor for name, tensor in everything.items() if name not in passed_over}
 
     def work() -> None:
