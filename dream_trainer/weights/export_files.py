@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import secrets
 import shutil
@@ -200,13 +199,11 @@ def _plain(value: Any) -> Any:
 
 def _write_pickle(file: Path, specs: Mapping[str, TensorSpec], read: Callable[[str], Tensor]) -> None:
     state = {name: read(name).detach().to(device="cpu", dtype=spec.dtype).clone() for name, spec in specs.items()}
-    with file.open("xb") as opened:
+    with NewFile(file) as opened:
         try:
             torch.save(state, opened)
         except RuntimeError as error:  # from closing the archive after a failed write; the cause is in its context
             raise (error.__context__ if isinstance(error.__context__, OSError) else OSError(str(error))) from None
-        opened.flush()
-        os.fsync(opened.fileno())
 
 
 # -- A safetensors file, one tensor at a time; `safetensors.torch.save_file` needs all of them at once.
