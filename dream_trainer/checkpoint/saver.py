@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from dream_trainer.best_value import refuse_missing
 from dream_trainer.cadence import Cadence
 from dream_trainer.checkpoint.files import set_newer_aside
@@ -35,7 +37,7 @@ class Moment(NamedTuple):
 
 @dataclass(eq=False)
 class Saver(Saving):
-    """One run's saves; `snapshot` and `warm` are collectives, and raise CheckpointError for unsupported state."""
+    """One run's saves; `snapshot` and `tensors` are collectives, and raise CheckpointError for unsupported state."""
 
     parameters: CheckpointParameters
     world: Ranks
@@ -44,7 +46,7 @@ class Saver(Saving):
     copies: HostCopies | None  # None: snapshots are not copied
     settle: Callable[[], Moment]
     snapshot: Callable[[dict[str, float], HostCopies | None], Snapshot]
-    warm: Callable[[HostCopies | None], Callable[[], None]]
+    tensors: Callable[[], Mapping[str, Tensor]]
     is_best: Callable[[int], bool]  # whether the validation after a step is the best so far, by `best_metric`
     on_save: Callable[[Path], None]
     on_lost: Callable[[], None]
@@ -127,9 +129,9 @@ class Saver(Saving):
         # After the first step, since optimizers create their state in it: one that cannot be saved is found now.
         if self._is_to_warm and step is not None:
             self._is_to_warm = False
-            work = self.warm(self.copies)
+            tensors = self.tensors()
             if self.copies is not None:
-                self.warming.start(work)
+                self.warming.start(partial(self.copies.warm, tensors))
         if self.only_when_called:
             return
         parameters = self.parameters

@@ -181,18 +181,11 @@ def _left_out(models: Mapping[str, nn.Module], digests: Mapping[str, str], world
     return about
 
 
-def warm(runtime: Runtime, frozen: FrozenWeights | None, copies: HostCopies | None) -> Callable[[], None]:
-    """Returns work to run in the background after the first step, to speed up the first save; a collective."""
-    everything, _, _ = _tensors(runtime)
+def tensors_to_save(runtime: Runtime, frozen: FrozenWeights | None) -> dict[str, Tensor]:
+    """The tensors of a save after the first step; a collective."""
+    tensors, _, _ = _tensors(runtime)
     passed_over = {} if frozen is None else frozen.at_setup
-    tensors = {name: tensor for name, tensor in everything.items() if name not in passed_over}
-
-    def work() -> None:
-        if copies is not None:
-            copies.warm(tensors)
-        import dream_trainer.checkpoint.store  # noqa: F401  # loads a good part of torch.distributed
-
-    return work
+    return {name: tensor for name, tensor in tensors.items() if name not in passed_over}
 
 
 def _digests(runtime: Runtime, plain: Mapping[str, Any]) -> dict[str, str]:

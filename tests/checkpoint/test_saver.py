@@ -64,7 +64,7 @@ class Counter:
             copies,
             settle=lambda: api.Moment(self.step, self.has_pending_work),
             snapshot=self.snapshot,
-            warm=lambda _: lambda: self.warmed.append(self.step),
+            tensors=self.tensors,
             is_best=lambda step: False,
             on_save=lambda path: self.saved.append(api.read_manifest(path).step),
             on_lost=self.lose,
@@ -77,6 +77,10 @@ class Counter:
     def snapshot(self, metrics: dict[str, float], copies: api.HostCopies | None) -> api.Snapshot:
         self.clock.now += 1  # what training waits for
         return make_snapshot(self.step, description=DESCRIPTION | {"metrics": metrics})
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        self.warmed.append(self.step)
+        return {}
 
     def lose(self) -> None:
         self.lost += 1

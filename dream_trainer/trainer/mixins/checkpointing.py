@@ -273,7 +273,7 @@ class CheckpointMixin(AbstractTrainer):
             copies,
             settle=partial(_settled, self._runtime),
             snapshot=partial(saved_state.snapshot, self._runtime, self.__form, frozen),
-            warm=partial(saved_state.warm, self._runtime, frozen),
+            tensors=partial(saved_state.tensors_to_save, self._runtime, frozen),
             is_best=lambda step: best.steps.get(best_metric or "") == step,
             on_save=partial(self._notify, "on_save"),
             on_lost=(lambda: None) if self._runtime.log is None else self._runtime.log.save_was_lost,
