@@ -93,12 +93,13 @@ class Saver(Saving):
         self._claimed[directory] = trainings(directory)
 
     def send_to(self, destination: Destination[Any]) -> None:
-        """Brings checkpoints there from now on, first those that wait on the disk; a collective."""
+        """Brings checkpoints there from now on, and waits for those that are on the disk; a collective."""
         self.destination = destination
         with self.patience():
             destination.begin(self.directory)
+        self._wait_until_sent()
 
-    def wait_until_sent(self) -> None:
+    def _wait_until_sent(self) -> None:
         with self.patience():
             on_all_ranks(self.beside, "send checkpoints", self.destination.finish)
 
@@ -155,7 +156,7 @@ class Saver(Saving):
         if is_last:
             self._finish(on_error)
             self.warming.collect()
-            self.wait_until_sent()
+            self._wait_until_sent()
 
     def flags(self) -> tuple[bool, bool, bool]:
         is_saving = self._ranks_writing > 0

@@ -120,9 +120,6 @@ class Saving:
     def begin_training(self) -> None:
         """Training continues from the run's present position; a collective."""
 
-    def wait_until_sent(self) -> None:
-        """Waits until all checkpoints are at their destination; every rank calls it while nothing is written."""
-
     def close(self) -> None:
         """Waits for everything that threads are doing."""
 

@@ -334,7 +334,6 @@ class CheckpointMixin(AbstractTrainer):
         if self._runtime.config.training_parameters.fast_dev_run:
             return
         saved_state.check(self._runtime, saves=parameters.saves)
-        self._runtime.saver.wait_until_sent()
         if not resume(self._checkpoints_root(), parameters, self.world, self._load, self._resumes_locally):
             load_initial_weights(self.named_models(), parameters, self.world)
             self._runtime.saver.lacks_checkpoint = parameters.resume is not None
