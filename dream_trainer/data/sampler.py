@@ -85,11 +85,6 @@ class RankBatchSampler(Sampler[BatchKey]):
             # An order that is not shuffled may be endless.
             yield epoch, list(range(begin, stop)) if order is None else order[begin:stop].tolist()
 
-    def __len__(self) -> int:
-        _, first, end = self._next_pass
-        full, rest = divmod(end - first, self.sharding.chunk_size)
-        return full + (self.sharding.slice_of_chunk(rest)[1] > 0)
-
 
 # the epoch that validation samples are seeded with: the same augmentation each time, and none that training has
 VALIDATION_EPOCH = -1

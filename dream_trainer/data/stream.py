@@ -486,9 +486,6 @@ class ShardValidation:
         """Samples in batch `number` of the running iteration."""
         return self.reader.sampler.sharding.samples_in(number, self.reader.sampler.length)
 
-    def __len__(self) -> int:
-        return len(self.reader.sampler)
-
     def any_batch(self) -> Any:
         """A batch, for a rank that has none but must keep others company."""
         return self.reader.keyed_dataset.load((VALIDATION_EPOCH, [0]))
@@ -511,12 +508,6 @@ class ForeignValidation:
 
     def samples_in(self, number: int) -> None:
         return None
-
-    def __len__(self) -> int:
-        length = known_length(self._source)
-        if length is None:
-            raise TypeError(f"The validation loader ({type(self._source).__name__}) does not know its length.")
-        return length
 
     def any_batch(self) -> Any | None:
         return next(iter(self), None)

@@ -16,7 +16,6 @@ def test_every_sample_is_validated_exactly_once_and_in_order(length: int, size: 
     loader = make(TensorDataset(torch.arange(length)), 2, shuffle=True, drop_last=True)
     ranks = [validation_batches(loader, dp_rank=rank, dp_size=size, seed=0) for rank in range(size)]
     batches = [[batch.tolist() for (batch,) in rank] for rank in ranks]
-    assert [len(rank) for rank in ranks] == [len(rank) for rank in batches]
     assert sorted(index for rank in batches for batch in rank for index in batch) == list(range(length))
     in_order = [
         index
@@ -62,8 +61,6 @@ def test_a_foreign_loader_is_validated_as_it_is_on_one_rank_and_refused_beyond()
     first = [batch.tolist() for batch in data]
     assert sorted(index for batch in first for index in batch) == list(range(6))
     assert [batch.tolist() for batch in data] == first
-    with pytest.raises(TypeError, match="does not know its length"):
-        len(data)
     with pytest.raises(DataError, match="PerRankLoader"):
         validation_batches(loader, dp_rank=0, dp_size=2, seed=0)
 
@@ -71,7 +68,6 @@ def test_a_foreign_loader_is_validated_as_it_is_on_one_rank_and_refused_beyond()
 def test_per_rank_validation_is_used_as_it_is() -> None:
     data = validation_batches(PerRankLoader([1, 2]), dp_rank=1, dp_size=2, seed=0)
     assert list(data) == [1, 2]
-    assert len(data) == 2
 
 
 @pytest.mark.pitfall(10)
@@ -113,5 +109,4 @@ def test_each_validation_reads_the_dataset_as_long_as_it_is_then(num_workers: in
     for more in (0, 2):
         data += [torch.tensor([float(len(data) + index)]) for index in range(more)]
         assert torch.cat(list(found)).flatten().tolist() == [float(index) for index in range(3 + more)]
-        assert len(found) == -(-(3 + more) // 2)
     found.close()
