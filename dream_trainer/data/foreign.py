@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 from dream_trainer.compat.pytorch import shutdown_workers
 from dream_trainer.data.sampler import collates_without_draws, draws_nothing
-from dream_trainer.data.worker_start import WorkerInit, with_options, workers_start
+from dream_trainer.data.worker_start import WorkerInit, workers_start
 from dream_trainer.distributed.seeds import GENERATORS, WatchedSeeds, hash_seed, preserved_random_state, seed_cpu
 
 
@@ -137,7 +137,7 @@ def loader_begins(loader: object, seed: int | None = None) -> Iterator[None]:
         options["worker_init_fn"] = WorkerInit(loader.worker_init_fn)
     if seed is not None and loader.generator is None:
         options["generator"] = torch.Generator().manual_seed(seed)
-    with with_options(loader, **options), workers_start(loader):
+    with workers_start(loader, **options):
         yield
 
 

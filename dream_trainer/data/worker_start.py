@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
 from typing import Any
@@ -44,27 +44,17 @@ def started(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 @contextmanager
-def workers_start(loader: DataLoader[Any]) -> Iterator[None]:
-    """Worker processes that the loader starts inside do start, and outlive a signal from their fork on."""
-    if loader.num_workers == 0:
-        yield
-        return
-    context = sure_to_start(loader.multiprocessing_context)
-    with with_options(loader, multiprocessing_context=context), starting_workers():
-        yield
-
-
-@contextmanager
-def with_options(loader: DataLoader[Any], **options: Any) -> Iterator[None]:
-    """Inside, the loader has other options."""
-    before = {name: getattr(loader, name) for name in options}
-    try:
+def workers_start(loader: DataLoader[Any], **options: Any) -> Iterator[None]:
+    """Worker processes that the loader starts inside do start, and outlive a signal from their fork on. Inside, the
+    loader has other `options`."""
+    with ExitStack() as stack:
+        if loader.num_workers > 0:
+            options["multiprocessing_context"] = sure_to_start(loader.multiprocessing_context)
+            stack.enter_context(starting_workers())
         for name, value in options.items():
+            stack.callback(setattr, loader, name, getattr(loader, name))
             setattr(loader, name, value)
         yield
-    finally:
-        for name, value in before.items():
-            setattr(loader, name, value)
 
 
 class WorkerInit:
