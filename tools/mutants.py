@@ -764,7 +764,7 @@ MUTANTS = [
     Mutant(
         "a scheduler's signal kills the workers of foreign loaders",
         "dream_trainer/data/foreign.py",
-        'options["worker_init_fn"] = WorkerInit(loader.worker_init_fn)',
+        'options["worker_init_fn"] = partial(begin_worker, loader.worker_init_fn)',
         "pass",
         "tests/faults/test_foreign_workers.py",
     ),

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
@@ -26,7 +27,7 @@ from torch.utils.data import (
 
 from dream_trainer.compat.pytorch import shutdown_workers
 from dream_trainer.data.sampler import collates_without_draws, draws_nothing
-from dream_trainer.data.worker_start import WorkerInit, workers_start
+from dream_trainer.data.worker_start import begin_worker, workers_start
 from dream_trainer.distributed.seeds import GENERATORS, WatchedSeeds, hash_seed, preserved_random_state, seed_cpu
 
 
@@ -134,7 +135,7 @@ def loader_begins(loader: object, seed: int | None = None) -> Iterator[None]:
         return
     options: dict[str, Any] = {}
     if loader.num_workers > 0:
-        options["worker_init_fn"] = WorkerInit(loader.worker_init_fn)
+        options["worker_init_fn"] = partial(begin_worker, loader.worker_init_fn)
     if seed is not None and loader.generator is None:
         options["generator"] = torch.Generator().manual_seed(seed)
     with workers_start(loader, **options):

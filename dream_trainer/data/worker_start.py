@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
 from typing import Any
@@ -33,8 +34,8 @@ def worker_options(loader: Any) -> dict[str, Any]:
 
 def worker_loader(dataset: Any, loader: Any, generator: torch.Generator, **options: Any) -> DataLoader[Any]:
     """A torch DataLoader over `dataset`, which yields batches, with the worker options of `loader`."""
-    own: dict[str, Any] = worker_options(loader) | {"worker_init_fn": WorkerInit(loader.worker_init_fn)} | options
-    return DataLoader(dataset, collate_fn=as_it_is, generator=generator, **own)
+    own: dict[str, Any] = {"worker_init_fn": partial(begin_worker, loader.worker_init_fn)}
+    return DataLoader(dataset, collate_fn=as_it_is, generator=generator, **worker_options(loader) | own | options)
 
 
 def started(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -57,22 +58,17 @@ def workers_start(loader: DataLoader[Any], **options: Any) -> Iterator[None]:
         yield
 
 
-class WorkerInit:
+def begin_worker(worker_init_fn: Callable[[int], None] | None, worker_id: int) -> None:
     """Makes `get_worker_info().dataset` the user's dataset again, then runs the user's `worker_init_fn`."""
-
-    def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
-        self.worker_init_fn = worker_init_fn
-
-    def __call__(self, worker_id: int) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        for number in TERMINATING:
-            signal.signal(number, outlive_job)
-        threading.Thread(target=_end_with_parent, daemon=True).start()
-        info = get_worker_info()
-        if info is not None and isinstance(info.dataset, KeyedDataset):
-            object.__setattr__(info, "dataset", info.dataset.dataset)  # a frozen dataclass
-        if self.worker_init_fn is not None:
-            self.worker_init_fn(worker_id)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in TERMINATING:
+        signal.signal(number, outlive_job)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    info = get_worker_info()
+    if info is not None and isinstance(info.dataset, KeyedDataset):
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # a frozen dataclass
+    if worker_init_fn is not None:
+        worker_init_fn(worker_id)
 
 
 def _end_with_parent() -> None:
