@@ -163,7 +163,7 @@ def _cut(window: Window | None, size: int) -> Window | None:
 
 
 class ConnectedData:
-    feed: WindowFeed  # the windows to train, in step with the other ranks; created when the trainer starts
+    feed: WindowFeed  # the windows to train, in step with the other ranks; set with the stream
 
     def __init__(self) -> None:
         self.stream: TrainStream | None = None  # windows of this rank's training data; None until setup has it
@@ -172,16 +172,6 @@ class ConnectedData:
         self.validation: dict[str, ValidationBatches] = {}  # validation batches of this rank, by loader
         self.copy_stream: torch.Stream | None = None  # copies the next micro-batch to the device
         self.count = SampleCount()  # counts the samples of batches whose loader does not know
-        self.is_even = True  # whether every rank gets windows of the same size, and equally many
-
-    def connect(self, stream: TrainStream, loader: Any) -> None:
-        self.stream, self.loader, self.is_even = stream, loader, stream.is_even
-
-    def open_feed(self, world: Ranks, accumulation: int, device: torch.device) -> None:
-        """Makes the feed over the connected stream, and the device stream that copies its batches."""
-        assert self.stream is not None  # connected before
-        self.feed = WindowFeed(self.stream, world, accumulation)
-        self.copy_stream = copy_stream(device)
 
     def close(self) -> None:
         streams = [] if self.stream is None else [self.stream.close]

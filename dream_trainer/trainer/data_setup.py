@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from dream_trainer.config.training_parameters import TrainingParameters, accumulation_steps
+from dream_trainer.data.feed import WindowFeed, copy_stream
 from dream_trainer.data.loader import PerRankLoader, ShardReader
 from dream_trainer.data.loader_groups import AlternatingLoaders
 from dream_trainer.data.ordered import OrderedDataset, innermost
@@ -48,7 +49,9 @@ def connect_data(runtime: Runtime) -> None:
         runtime.warn_once("batch_size", f"the training loader's batch size {batch_size} counts, not {unused}.")
     own_count = None if type(runtime.hooks).batch_size is Hooks.batch_size else runtime.hooks.batch_size
     runtime.data.count = SampleCount(own_count, partial(runtime.warn_once, "samples of a batch"))
-    _open_stream(runtime)
+    stream = _open_stream(runtime)
+    runtime.data.feed = WindowFeed(stream, world, runtime.state.accumulation_steps)
+    runtime.data.copy_stream = copy_stream(world.device)
     runtime.state.val_dataloaders = _named_validation_loaders(runtime, val)
     runtime.data.validation = {
         name: batches_to_validate(runtime, loader) for name, loader in runtime.state.val_dataloaders.items()
@@ -79,15 +82,14 @@ def follow_train_dataloader(runtime: Runtime) -> None:
             f"self.train_dataloader was assigned a loader of batch size {now}, and the run has {before}. Keep the "
             "batch size: steps, limits and learning rates are counted in it."
         )
-    _open_stream(runtime)
+    stream = _open_stream(runtime)
     refuse_one_order_for_both(runtime)
     agree_on_data(runtime)
-    assert runtime.data.stream is not None  # just opened
-    runtime.data.feed.follow(runtime.data.stream, progress.data)
+    runtime.data.feed.follow(stream, progress.data)
     progress.loader_was_replaced = runtime.data.was_replaced = True
 
 
-def _open_stream(runtime: Runtime) -> None:
+def _open_stream(runtime: Runtime) -> TrainStream:
     stream, count = _stream(runtime, runtime.state.train_dataloader), runtime.config.training_parameters.overfit_batches
     if count:
         batches: list[Any] = []
@@ -98,7 +100,8 @@ def _open_stream(runtime: Runtime) -> None:
             batches += new
         stream.close()
         stream = _stream(runtime, PerRankLoader(batches), SampleCount(lambda batch: known[id(batch)]))
-    runtime.data.connect(stream, runtime.state.train_dataloader)
+    runtime.data.stream, runtime.data.loader = stream, runtime.state.train_dataloader
+    return stream
 
 
 def _stream(runtime: Runtime, loader: Any, count: SampleCount | None = None) -> TrainStream:

@@ -58,7 +58,6 @@ def _launch_and_set_up(runtime: Runtime) -> None:
         for model in runtime.registry.models().values():
             model.to(runtime.world.device)
         connect_data(runtime)
-    runtime.data.open_feed(runtime.world, runtime.state.accumulation_steps, runtime.world.device)
     _build_step(runtime)
     runtime.rates.note_built()
     session.is_ready = True
