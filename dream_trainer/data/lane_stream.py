@@ -321,13 +321,8 @@ class LaneStream(TrainStream):
         self._position = DataPosition(0, 0, 0)
         self._states: dict[str, Any] = {}  # of this pass, by lane; never changed, since windows hold it
         self._readers: list[Iterator[Loaded]] | None = None
-        self._facts = self.facts
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        loader = self._loader
-        names = [loader.source.name(shard).rpartition("/")[2] for shard in range(self._plan.num_shards)]
-        return {
+        names = [source.name(shard).rpartition("/")[2] for shard in range(self._plan.num_shards)]
+        self.facts = {
             "shards": self._plan.num_shards,
             "lanes": self._plan.lanes,
             "turns": self._plan.turns,
@@ -353,7 +348,7 @@ class LaneStream(TrainStream):
         former, states = saved["stream"], saved["lanes"]
         differing = [
             f"{name}: {former.get(name)} then, {fact} now"
-            for name, fact in self._facts.items()
+            for name, fact in self.facts.items()
             if former and former.get(name) != fact
         ]
         if differing:
@@ -403,7 +398,7 @@ class LaneStream(TrainStream):
                 logger.warning("skipped %s (lane %d has skipped %d)", report, mark.lane, mark.skipped)
         samples = position.samples + self._plan.global_batch
         self._position = DataPosition(position.epoch, samples, position.batches + self._accumulation)
-        state = {"stream": self._facts, "lanes": self._states}
+        state = {"stream": self.facts, "lanes": self._states}
         is_last = False if self._loader.repeat else None
         sizes = [self._loader.batch_size] * len(batches)
         return Window(len(batches), batches, self._plan.global_batch, self._position, state, False, is_last, sizes)

@@ -116,6 +116,8 @@ class GroupStream(TrainStream):
         if isinstance(loader, AlternatingLoaders):
             self._turns = [[self._parts[name]] for name in loader.turns]
             self._order["ratio"] = loader.ratio
+        of_parts = {f"{name}: {key}": value for name, one in streams.items() for key, value in one.facts.items()}
+        self.facts = {"read by": self._order} | of_parts
         self._are_together = not isinstance(loader, AlternatingLoaders)
         self._end = loader.end
         self._accumulation = accumulation
@@ -153,11 +155,6 @@ class GroupStream(TrainStream):
     @property
     def parts(self) -> Mapping[str, TrainStream]:
         return {name: part.stream for name, part in self._parts.items()}
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        of_parts = {f"{name}: {key}": value for name, one in self.parts.items() for key, value in one.facts.items()}
-        return {"read by": self._order} | of_parts
 
     @property
     def length(self) -> int | None:

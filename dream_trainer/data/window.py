@@ -43,16 +43,12 @@ class TrainStream(ABC):
     reader: Any = None  # the ShardReader that loads the samples that are dealt to ranks; None of a loader not ours
     global_batch_size: Any = None  # samples of a whole window over all ranks; None of a loader not ours
     resumes_from_all_ranks: bool = False  # whether, in another layout, `united` makes this state from all ranks'
+    facts: Mapping[str, Any] = {}  # about the data, that must be equal on all ranks, in addition to `reader`
 
     @property
     def length(self) -> int | None:
         """Samples of the dataset in this pass; None of a loader that is not ours."""
         return None
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Facts about the data that must be equal on all ranks, in addition to `reader`."""
-        return {}
 
     def united(self, rank_states: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
         """This rank's state for `seek` from those of all ranks of another layout; None if they cannot be united."""
