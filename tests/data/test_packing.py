@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from tests.api import Row, pack_best_fit, pack_concatenated, pack_one_by_one
+from tests.api import Row, pack_best_fit, pack_concatenated
 from tests.data.documents import web_like_lengths
 
-PACKERS = [pack_best_fit, pack_concatenated, pack_one_by_one]
+PACKERS = [pack_best_fit, pack_concatenated]
 Packer = Callable[[Any, int], list[Row]]
 
 

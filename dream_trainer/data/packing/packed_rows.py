@@ -66,11 +66,6 @@ def pack_concatenated(lengths: NDArray[Any], row_length: int, first: int = 0) ->
     return rows
 
 
-def pack_one_by_one(lengths: NDArray[Any], row_length: int, first: int = 0) -> list[Row]:
-    """Gives each piece a separate row, longest rows first."""
-    return [[piece] for piece in _cut(lengths, row_length, first)]
-
-
 def _cut(lengths: NDArray[Any], row_length: int, first: int) -> list[Piece]:
     """The documents as pieces of at most a row, from the longest to the shortest."""
     lengths = np.asarray(lengths, dtype=np.int64)
@@ -523,7 +518,7 @@ class PaddedRows(DocumentRows):
         }
 
     def _pack(self, lengths: NDArray[Any], first: int) -> list[Row]:
-        return pack_one_by_one(lengths, self.row_length, first)
+        return [[piece] for piece in _cut(lengths, self.row_length, first)]
 
     def _arranged(self, num_rows: int, first_row: int, seed: int) -> list[int]:
         # The bucket that the block before began is completed by short rows, and the last one begun with short ones: a
