@@ -76,11 +76,8 @@ class TokenFile:
         """Tokens of all documents."""
         return sum(shard.num_tokens for shard in self._shards)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["path"])  # type: ignore[misc]
+    def __reduce__(self) -> tuple[type[Self], tuple[Path]]:
+        return type(self), (self.path,)
 
     def _mapped(self, number: int) -> tuple[Tokens, npt.NDArray[np.int64]]:
         if number not in self._maps:
