@@ -9,6 +9,8 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from dream_trainer.errors import DataError
+
 ENDLESS = 2**62  # the length of a dataset that never ends
 
 
@@ -68,6 +70,14 @@ class OrderedDataset(Dataset[Any], ABC):
     def stages_within(self, first: int, last: int) -> list[int]:
         """Rising positions between `first` and `last`, both excluded, where the weights of samples change."""
         return []
+
+    def lengths(self, first: int, last: int, /) -> Any:
+        """Tokens of the samples at positions `first` to `last` (exclusive): integers, shape `(last - first,)`. Packed
+        and padded rows need them; raises DataError by default."""
+        raise DataError(
+            f"{type(self).__name__} has no `lengths(first, last)`, by which rows are planned. Write the documents into "
+            "token files (`dream-trainer data tokenize`), or give each source its lengths."
+        )
 
     def numbers_at(self, position: int, mark: Any = None) -> Mapping[str, float]:
         """Named numbers to log at `position`; arguments as in `state_at`."""

@@ -9,7 +9,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -167,13 +167,6 @@ _EMPTY_BLOCKS = 1000
 _FEWEST_ROWS_OF_PART = 32
 
 
-@runtime_checkable
-class HasLengths(Protocol):
-    def lengths(self, first: int, last: int, /) -> NDArray[Any]:
-        """Tokens of the documents at positions `first` to `last` (exclusive), shape `(last - first,)`."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Block:
     number: int
@@ -202,14 +195,9 @@ class DocumentRows(OrderedDataset):
         name = type(self.documents).__name__
         if not isinstance(self.documents, OrderedDataset):
             raise DataError(f'{name} has no order, which rows need. Give Mixture({{"name": documents}}).')
-        if not isinstance(self.documents, HasLengths):
-            raise DataError(
-                f"{name} has no `lengths(first, last)`, by which rows are planned. Write the documents into token "
-                "files (`dream-trainer data tokenize`), or give each source its lengths."
-            )
         if len(self.documents) == 0:
             raise DataError(f"The documents ({name}) are none: their length is 0. Check their path, split and filters.")
-        self.documents.lengths(0, 1)  # which names a source that says none
+        self.documents.lengths(0, 1)  # which names documents or a source without lengths
         check_count("row_length", self.row_length, hint="Give the number of tokens in a row.")
         if self.block_size is not None:
             hint = "Give the number of documents whose rows are made together."
@@ -295,9 +283,8 @@ class DocumentRows(OrderedDataset):
         if self._per_block is None and self.block_size is not None:
             self._per_block = self.block_size
         elif self._per_block is None:
-            documents: Any = self.documents
-            judged = min(len(documents), 4096)
-            mean = float(np.mean(documents.lengths(0, judged)))
+            judged = min(len(self.documents), 4096)
+            mean = float(np.mean(self.documents.lengths(0, judged)))
             if mean == 0.0:
                 raise DataError(f"The first {judged} documents have no token. Look at their source, or its lengths.")
             per_row = self.row_length / mean
@@ -405,8 +392,7 @@ class DocumentRows(OrderedDataset):
     def _lengths(self, block: int) -> NDArray[Any]:
         first = block * self.documents_per_block
         last = min(first + self.documents_per_block, len(self.documents))
-        documents: Any = self.documents
-        lengths: NDArray[Any] = np.asarray(documents.lengths(first, last))
+        lengths: NDArray[Any] = np.asarray(self.documents.lengths(first, last))
         are_counts = lengths.shape == (last - first,) and lengths.dtype.kind in "iu" and lengths.min(initial=0) >= 0
         if not are_counts:
             raise DataError(
