@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -13,7 +13,7 @@ from dream_trainer.checks import refuse
 from dream_trainer.data.ordered import ENDLESS, innermost
 from dream_trainer.data.sample_count import SampleCount
 from dream_trainer.data.window import DataPosition, SavedState, TrainStream, Window
-from dream_trainer.distributed.seeds import hash_seed, preserved_random_state
+from dream_trainer.distributed.seeds import preserved_random_state
 from dream_trainer.errors import DataError
 
 _ADVICE = "Give it what it had, or start a new run from the checkpoint's weights."
@@ -109,6 +109,8 @@ class GroupStream(TrainStream):
     """A window of each loader in every step, or of AlternatingLoaders of one of them."""
 
     def __init__(self, loader: LoaderGroup, streams: Mapping[str, TrainStream], accumulation: int) -> None:
+        ordered = {name: stream.reader and stream.reader.ordered for name, stream in streams.items()}
+        refuse_shared({name: innermost(dataset) for name, dataset in ordered.items() if dataset is not None})
         start = Place(DataPosition(0, 0, 0))
         self._parts = {name: Member(name, stream, start) for name, stream in streams.items()}
         self._turns = [[*self._parts.values()]]
@@ -368,26 +370,7 @@ class GroupStream(TrainStream):
         self._places.append((end, self._windows, [part.place for part in self._parts.values()]))
 
 
-def group_stream(
-    loader: LoaderGroup,
-    open_one: Callable[[object, int, SampleCount | None, str], TrainStream],
-    *,
-    seed: int,
-    count: SampleCount | None,
-    accumulation: int,
-) -> GroupStream:
-    streams = {}
-    for name, one in loader.loaders.items():
-        # Else loaders of one length would have one order.
-        own_seed = hash_seed(b"loader" + name.encode(), seed)
-        with naming_loader(name):
-            streams[name] = open_one(one, own_seed, _count_of_one(loader, name, count), name)
-    ordered = {name: stream.reader and stream.reader.ordered for name, stream in streams.items()}
-    refuse_shared({name: innermost(dataset) for name, dataset in ordered.items() if dataset is not None})
-    return GroupStream(loader, streams, accumulation)
-
-
-def _count_of_one(loader: LoaderGroup, name: str, count: SampleCount | None) -> SampleCount | None:
+def count_of_one(loader: LoaderGroup, name: str, count: SampleCount | None) -> SampleCount | None:
     """Counts the samples of one loader's batch; a user's function receives the argument of `training_step`."""
     if count is None or count.own is None:
         return count

@@ -21,12 +21,18 @@ from dream_trainer.data.foreign import (
 )
 from dream_trainer.data.lane_stream import LaneStream, StreamLoader
 from dream_trainer.data.loader import DistributedDataLoader, ShardReader, foreign_iterable, loader_batch_size, rebuild
-from dream_trainer.data.loader_groups import LoaderGroup, group_stream, refuse_state_of_group
+from dream_trainer.data.loader_groups import (
+    GroupStream,
+    LoaderGroup,
+    count_of_one,
+    naming_loader,
+    refuse_state_of_group,
+)
 from dream_trainer.data.ordered import ENDLESS, OrderedDataset
 from dream_trainer.data.sample_count import SampleCount
 from dream_trainer.data.sampler import VALIDATION_EPOCH, Sharding
 from dream_trainer.data.window import DataPosition, SavedState, TrainStream, Window
-from dream_trainer.distributed.seeds import GENERATORS, preserved_random_state
+from dream_trainer.distributed.seeds import GENERATORS, hash_seed, preserved_random_state
 from dream_trainer.errors import DataError
 from dream_trainer.screen import logger
 
@@ -286,9 +292,14 @@ def train_stream(
 
     if isinstance(loader, Mapping):
         loader = LoaderGroup(loader)
-    if isinstance(loader, LoaderGroup):
-        return group_stream(loader, open_one, seed=seed, count=batch_size, accumulation=accumulation)
-    return open_one(loader, seed, batch_size)
+    if not isinstance(loader, LoaderGroup):
+        return open_one(loader, seed, batch_size)
+    streams = {}
+    for name, one in loader.loaders.items():
+        own_seed = hash_seed(b"loader" + name.encode(), seed)  # otherwise loaders of one length would have one order
+        with naming_loader(name):
+            streams[name] = open_one(one, own_seed, count_of_one(loader, name, batch_size), name)
+    return GroupStream(loader, streams, accumulation)
 
 
 class ShardStream(TrainStream):
