@@ -401,9 +401,6 @@ class ShardStream(TrainStream):
             self._state = ordered.state_at(samples, reader.newest_mark(samples))
             self._iterator = None
 
-    def indices(self, epoch: int, first: int, end: int) -> list[list[int]]:
-        return self.reader.sampler.indices(epoch, first, end)
-
     def end_pass(self) -> None:
         if self._position.samples:
             self._next_pass()

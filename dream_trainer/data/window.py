@@ -80,10 +80,6 @@ class TrainStream(ABC):
     def next_window(self) -> Window | None:
         """The next window; None if this pass is over, and the call after that begins the next pass."""
 
-    def indices(self, epoch: int, first: int, end: int) -> list[list[int]] | None:
-        """This rank's batches of positions `first` to `end`, as indices in the dataset; None if the loader knows."""
-        return None
-
     @abstractmethod
     def end_pass(self) -> None:
         """Skips the rest of this pass; no effect between passes."""

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from dream_trainer.config.trainer_config import BaseTrainerConfig, hold
 from dream_trainer.config.training_parameters import micro_batch_size
+from dream_trainer.data.loader import ShardReader
 from dream_trainer.data.window import Window
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import HookError
@@ -471,7 +472,8 @@ class AccumulationWindow:
         """This rank's batches of positions `first` to `end` of a pass over the data, each as its samples' indices in
         the dataset; None if only the loader knows."""
         stream = self._runtime.data.stream
-        return None if stream is None else stream.indices(epoch, first, end)
+        reader: ShardReader | None = None if stream is None else stream.reader
+        return None if reader is None else reader.sampler.indices(epoch, first, end)
 
     @property
     def step_was_skipped(self) -> Tensor | None:
