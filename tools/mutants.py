@@ -694,14 +694,14 @@ MUTANTS = [
     Mutant(
         "a dataset keeps the length of its first pass",
         "dream_trainer/data/stream.py",
-        "self._length = len(self._loader.dataset)\n            if position.samples",
-        "self._length = before\n            if position.samples",
+        "length = len(dataset)\n            if position.samples",
+        "length = self.length\n            if position.samples",
         "tests/trainer/test_changing_data.py",
     ),
     Mutant(
         "a pass goes on over a dataset of another length",
         "dream_trainer/data/stream.py",
-        "if position.samples and position.length not in (None, self._length):",
+        "if position.samples and position.length not in (None, length):",
         "if False:",
         "tests/trainer/test_changing_data.py",
     ),

@@ -312,7 +312,6 @@ class ShardStream(TrainStream):
     def __init__(
         self, loader: DistributedDataLoader, sharding: Sharding, *, accumulation: int, seed: int, drop_last: bool
     ) -> None:
-        self._loader = loader
         self._sharding = sharding
         self.global_batch_size = sharding.chunk_size * accumulation
         self._drop_last = drop_last
@@ -324,22 +323,22 @@ class ShardStream(TrainStream):
         self._state_before: dict[str, Any] | None = None
         self._numbers_before: Mapping[str, float] = {}
         self._measure()
-        self.steps_per_epoch = None if self._length == ENDLESS else -(-self._end // self.global_batch_size)
-        self.dropped_samples = self._length - self._end
+        self.steps_per_epoch = None if self.length == ENDLESS else -(-self._end // self.global_batch_size)
+        self.dropped_samples = self.length - self._end
 
     @property
     def length(self) -> int:
-        return self._length
+        return self.reader.sampler.length
 
     def seek(
         self, position: DataPosition, rank_state: SavedState, *, is_pass_over: bool = False, state: SavedState = None
     ) -> None:
         refuse_state_of_group(state)
-        is_ordered = self.reader.ordered is not None
+        is_ordered, name = self.reader.ordered is not None, type(self.reader.loader.dataset).__name__
         if (is_ordered and state is None and position.samples) or (not is_ordered and state is not None):
             raise DataError(
-                f"The checkpoint's data and the dataset ({type(self._loader.dataset).__name__}) are of two kinds: only "
-                "one decides its order itself. Give it what it had, or start a new run from the checkpoint's weights."
+                f"The checkpoint's data and the dataset ({name}) are of two kinds: only one decides its order itself. "
+                "Give it what it had, or start a new run from the checkpoint's weights."
             )
         if is_pass_over:
             self.reader.begin(position.epoch, state)
@@ -384,7 +383,7 @@ class ShardStream(TrainStream):
             sizes.append(sharding.samples_in(size, samples))
             size += 1
             is_uneven = sharding.dp_size > 1 and (size > 1 or last_chunk % sharding.dp_size > 0)
-        self._position = DataPosition(position.epoch, position.samples + samples, position.batches + size, self._length)
+        self._position = DataPosition(position.epoch, position.samples + samples, position.batches + size, self.length)
         is_last = self._position.samples >= self._end
         return Window(size, islice(self._iterator, size), samples, self._position, None, is_uneven, is_last, sizes)
 
@@ -419,28 +418,26 @@ class ShardStream(TrainStream):
 
     def _measure(self) -> None:
         """Looks how long the dataset is in this pass, before anything of it is read: it may change between two."""
-        position, dataset = self._position, self._loader.dataset
-        before = self.reader.sampler.length
+        position, dataset = self._position, self.reader.loader.dataset
         if isinstance(dataset, OrderedDataset):  # checks itself whether it can resume there
             self.reader.begin(position.epoch, self._state)
-            self._length = len(dataset)
         else:
             if isinstance(dataset, EpochAware):
                 dataset.set_epoch(position.epoch)
-            self._length = len(self._loader.dataset)
-            if position.samples and position.length not in (None, self._length):
+            length = len(dataset)
+            if position.samples and position.length not in (None, length):
                 raise DataError(
                     f"The run resumes in the middle of a pass over {position.length} training samples, and the dataset "
-                    f"now has {self._length}. Give it the {position.length} it had, or resume from the end of a pass. "
+                    f"now has {length}. Give it the {position.length} it had, or resume from the end of a pass. "
                     "A dataset that changes must do so in its `set_epoch`, or in `pre_epoch` from `current_epoch`."
                 )
-            if self._length != before or isinstance(dataset, EpochAware):
+            if length != self.length or isinstance(dataset, EpochAware):
                 self.reader.dataset_changed()
-        sharding = self._sharding
-        rest = (self._length - position.samples) % (self.global_batch_size if self._drop_last else sharding.chunk_size)
+        length, sharding = self.length, self._sharding
+        rest = (length - position.samples) % (self.global_batch_size if self._drop_last else sharding.chunk_size)
         # A last chunk that is kept is trained if it has a sample for each rank.
-        is_whole = self._length == ENDLESS or (not self._drop_last and rest >= sharding.dp_size)
-        self._end = self._length if is_whole else self._length - rest
+        is_whole = length == ENDLESS or (not self._drop_last and rest >= sharding.dp_size)
+        self._end = length if is_whole else length - rest
         if self._end == 0:
             least = f"dp_size={sharding.dp_size}. Use fewer ranks."
             if self._drop_last:
@@ -449,7 +446,7 @@ class ShardStream(TrainStream):
                     f"dp_size={sharding.dp_size} x accumulation={self.global_batch_size // sharding.chunk_size}). "
                     "Lower one of the three, or use DistributedDataLoader(drop_last=False)."
                 )
-            raise DataError(f"The training dataset has {self._length} samples, fewer than {least}")
+            raise DataError(f"The training dataset has {length} samples, fewer than {least}")
 
 
 # -- Validation: every sample once over all ranks, in the dataset's order, the same each time.
