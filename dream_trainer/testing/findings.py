@@ -501,7 +501,7 @@ def joined(run: Run) -> Values:
     found: Values = {}
     for record in reversed(run.records):
         found |= record["values"]
-    samples: dict[int, list[str]] = defaultdict(list)
+    samples: dict[int, list[int]] = defaultdict(list)
     for record in run.records[: run.job.parts]:
         for (step, stage, _), value in record["values"].items():
             samples[step] += value if stage == "samples" else ()

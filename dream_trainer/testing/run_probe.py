@@ -38,6 +38,7 @@ from dream_trainer.data.stream import loader_batch_size
 from dream_trainer.distributed.seeds import hash_seed, seed_cpu
 from dream_trainer.events.callback import Callback
 from dream_trainer.nested import leaves
+from dream_trainer.parallel.micro_batches import digest, rows_of
 from dream_trainer.parallel.sharding import names_in_whole
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, PurePath, date, timedelta, np.generic, count)
@@ -45,13 +46,8 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rando
 DEEPEST = 6
 
 
-def hashed(data: bytes | memoryview) -> str:
+def hashed(data: bytes) -> str:
     return xxhash.xxh3_64_hexdigest(data)
-
-
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    array: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
 
 
 def is_own(kind: type) -> bool:
@@ -118,10 +114,10 @@ class PlainState:
                 self._seen.add(id(value))
                 self._walk_names(f"{path}.", vars(value), depth=depth + 1)
         elif isinstance(value, dict):
-            entries = {self.digest(k, 0): self.digest(v, 0) for k, v in list(value.items())}
+            entries = {self._text_of(k, 0): self._text_of(v, 0) for k, v in list(value.items())}
             self._found[path] = {str(k): v for k, v in entries.items() if k is not None}
-        elif (digest := self.digest(value, 0)) is not None:
-            self._found[path] = digest
+        elif (text := self._text_of(value, 0)) is not None:
+            self._found[path] = text
 
     def _is_open(self, value: Any) -> bool:
         """Whether its attributes are read one by one."""
@@ -131,7 +127,7 @@ class PlainState:
         is_function = kind.__module__ in ("builtins", "functools") or isinstance(value, torch.jit.ScriptFunction)
         return is_object and not is_function and (of_data or is_own(kind))
 
-    def digest(self, value: Any, depth: int) -> str | None:
+    def _text_of(self, value: Any, depth: int) -> str | None:
         """A text that is another one if the value is; None for what is no value, such as a function."""
         if depth > DEEPEST:
             return "..."
@@ -139,11 +135,11 @@ class PlainState:
             text = repr(value)
             return text if len(text) < 80 else hashed(text.encode())
         if isinstance(value, Tensor):
-            return self._digest_of_tensor(value)
+            return self._text_of_tensor(value)
         if isinstance(value, np.ndarray):
             return repr(value.tolist()) if value.dtype == object else hashed(np.ascontiguousarray(value).tobytes())
         if isinstance(value, torch.Generator):
-            return self._digest_of_tensor(value.get_state())  # pickled it has the address of its state
+            return self._text_of_tensor(value.get_state())  # pickled it has the address of its state
         if isinstance(value, GENERATORS):
             return hashed(pickle.dumps(value))
         if isinstance(value, list | tuple | deque):
@@ -161,18 +157,18 @@ class PlainState:
         return None
 
     def _joined(self, values: Iterable[Any], depth: int) -> str:
-        texts = [self.digest(value, depth + 1) or "" for value in values]
+        texts = [self._text_of(value, depth + 1) or "" for value in values]
         text = f"[{', '.join(texts)}]"
         return text if len(text) < 80 else hashed(text.encode())
 
-    def _digest_of_tensor(self, tensor: Tensor) -> str | None:
+    def _text_of_tensor(self, tensor: Tensor) -> str | None:
         if tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter):
             return None
-        known, version, digest = self._tensors.get(id(tensor), (None, 0, ""))
+        known, version, text = self._tensors.get(id(tensor), (None, 0, ""))
         if known is None or known() is not tensor or version != tensor._version or tensor.nbytes < 4096:
-            digest = f"{[*tensor.shape]} {hashed(tensor_bytes(tensor))}"
-            self._tensors[id(tensor)] = weakref.ref(tensor), tensor._version, digest
-        return digest
+            text = f"{[*tensor.shape]} {digest(tensor)}"
+            self._tensors[id(tensor)] = weakref.ref(tensor), tensor._version, text
+        return text
 
 
 SHOWN = 256  # elements of a tensor that are compared by value
@@ -183,7 +179,7 @@ Values = dict[tuple[int, str, str], Any]  # what a run had, by step, stage and n
 class Summary(NamedTuple):
     """A tensor: its bits as a digest, and some of its values."""
 
-    digest: str
+    digest: int
     values: Any
 
 
@@ -193,7 +189,7 @@ def summary(tensor: Tensor) -> Summary:
     flat = whole.reshape(-1)
     places = torch.linspace(0, max(0, flat.numel() - 1), min(SHOWN, flat.numel())).long()
     values = torch.view_as_real(flat[places]) if flat.is_complex() else flat[places]
-    return Summary(hashed(tensor_bytes(whole)), values.double().numpy())
+    return Summary(digest(whole), values.double().numpy())
 
 
 class Probe(Callback):
@@ -362,14 +358,14 @@ class Probe(Callback):
             return
         before, self._now = self._now, {"changes": self._state.read(trainer), "written": self._written(trainer)}
         for kind in self._now if event else ():
-            for path, digest in self._now[kind].items():
-                if before[kind].get(path) != digest:
+            for path, value in self._now[kind].items():
+                if before[kind].get(path) != value:
                     self.record[kind].setdefault(path, {}).setdefault(event, trainer.global_step)
 
-    def _written(self, trainer: Any) -> dict[str, str]:
+    def _written(self, trainer: Any) -> dict[str, int]:
         """Digests of this rank's parts of weights and buffers."""
         tensors = (*_parameters(trainer), *_buffers(trainer))
-        return {name: hashed(tensor_bytes(local_tensor(tensor))) for name, tensor in tensors}
+        return {name: digest(local_tensor(tensor)) for name, tensor in tensors}
 
     @torch.no_grad()
     def _move(self, trainer: Any) -> None:
@@ -405,13 +401,12 @@ def _optimized(trainer: Any) -> Iterator[tuple[Optimizer, str, Tensor]]:
             yield optimizer, names.get(id(parameter), f"self.{owner}, parameter {number}"), parameter
 
 
-def _samples(batch: Any) -> Iterator[str]:
+def _samples(batch: Any) -> Iterator[int]:
     """A digest of each sample of a batch: of the rows of all tensors with the same number of rows as the first."""
-    tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
-    rows = len(tensors[0]) if tensors else 0
-    alike = [tensor for tensor in tensors if len(tensor) == rows]
+    rows = rows_of(batch)
+    alike = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == rows]
     for row in range(rows):
-        yield hashed(b"".join(bytes(tensor_bytes(tensor[row])) for tensor in alike))
+        yield digest([tensor[row] for tensor in alike])
 
 
 def _random() -> Any:
