@@ -522,14 +522,10 @@ def differences(one: Values, other: Values, stages: Collection[str] = STAGES) ->
         is_of_both = step in both if stage != "logged" else key in one and (step in both or key in other)
         if is_of_both and stage in stages:
             a, b = one.get(key), other.get(key)
-            if repr(_bits(a)) != repr(_bits(b)):
+            if repr(a) != repr(b):
                 yield Difference(*key, a, b, _distance(a, b, largest[stage, name]))
     if max(ours) != max(theirs):
         yield Difference(min(max(ours), max(theirs)), "steps", "steps trained", max(ours), max(theirs), math.inf)
-
-
-def _bits(value: Any) -> Any:
-    return value.digest if isinstance(value, Summary) else value
 
 
 def _distance(one: Any, other: Any, largest: float) -> float:

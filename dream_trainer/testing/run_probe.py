@@ -13,13 +13,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from datetime import date, timedelta
 from enum import Enum
 from functools import cache
 from itertools import count
 from pathlib import Path, PurePath
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -176,11 +177,12 @@ NOISE = 16  # perturbation of weights, in units in the last place, to measure th
 Values = dict[tuple[int, str, str], Any]  # what a run had, by step, stage and name
 
 
-class Summary(NamedTuple):
+@dataclass(frozen=True)
+class Summary:
     """A tensor: its bits as a digest, and some of its values."""
 
     digest: int
-    values: Any
+    values: Any = field(repr=False)
 
 
 def summary(tensor: Tensor) -> Summary:
