@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from math import gcd
+from math import gcd, prod
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Self
@@ -53,7 +53,6 @@ class Job:
     program: Program
     directory: str  # where its ranks write what they found
     runs_dir: str  # where the run itself is; a job with the same one resumes it
-    ranks: int = 1
     sizes: dict[str, int] = field(default_factory=dict)  # of the mesh
     mode: str = ""  # of the Probe
     steps: int | None = None  # optimizer steps of the whole run; None leaves the program's own limits
@@ -61,13 +60,17 @@ class Job:
     batch: int | None = None  # samples of an optimizer step over all ranks; None leaves what the program has
     loader_batch: int = 0  # loaders with batches of at most this size get others if these do not fit
     micro_batch: int | None = None  # most samples of a micro-batch
-    validation: int | None = None  # batches of a validation on each rank; None for all
+    validation: int | None = None  # batches of a validation over all ranks; None for all
     saves: int | None = None  # steps between saves; None saves only at the end, 0 never
     stop_at: int | None = None
     killed: tuple[int, int, int] | None = None  # a rank, the step after which it gets a signal, and the signal
     workers: int = 0
     port: int = 0
     hash_seed: str = ""  # if given, each rank is a new interpreter
+
+    @property
+    def ranks(self) -> int:
+        return prod(self.sizes.values())
 
     @property
     def parts(self) -> int:
@@ -77,7 +80,8 @@ class Job:
 
 def _change(config: Any, job: Job) -> None:
     """Gives a config, which no trainer has read, the job's values."""
-    limits: dict[str, Any] = {"train_steps_per_epoch": job.epoch, "val_steps_per_epoch": job.validation}
+    validation = None if job.validation is None else max(1, job.validation // job.ranks)
+    limits: dict[str, Any] = {"train_steps_per_epoch": job.epoch, "val_steps_per_epoch": validation}
     limits |= {"global_batch_size": job.batch, "gradient_accumulation_steps": job.batch and 1, "max_steps": job.steps}
     limits = {name: value for name, value in limits.items() if value is not None}
     if job.steps is not None:

@@ -101,7 +101,7 @@ class TrainerChecks:
             batch, seconds, self.micro_batch = batch // 2, seconds / 2, batch // 2
         self.batch = None if batch is None else batch * facts["accumulation"]
 
-    def _meshes(self, is_staged: bool, wanted: Sequence[str] | None) -> dict[str, dict[str, Any]]:
+    def _meshes(self, is_staged: bool, wanted: Sequence[str] | None) -> dict[str, dict[str, int]]:
         facts, batch = self.facts, self.batch
         if not facts["ranks"] or batch is None:
             return {}
@@ -109,12 +109,12 @@ class TrainerChecks:
             "2 replicas": ("replicas", batch % 2 == 0, {"dp_replicate": 2}),
             "2 shards": ("shards", batch % 2 == 0 and facts["shards"], {"dp_shard": 2}),
             "2 x 2 shards": ("hybrid", batch % 4 == 0 and facts["shards"], {"dp_replicate": 2, "dp_shard": 2}),
-            "tensor_parallel=2": ("tensor", facts["tensor"], {"tensor_parallel": 2}),
-            "context_parallel=2": ("context", facts["context"], {"context_parallel": 2}),
+            "tensor_parallel=2": ("tensor", "apply_tensor_parallel" in facts["hooks"], {"tensor_parallel": 2}),
+            "context_parallel=2": ("context", "cut_batch" in facts["hooks"], {"context_parallel": 2}),
             "pipeline_parallel=2": ("pipeline", is_staged, {"pipeline_parallel": 2}),
         }
         return {
-            name: {"sizes": sizes, "ranks": 2 * len(sizes)}
+            name: sizes
             for name, (mesh, is_possible, sizes) in possible.items()
             if is_possible and (mesh in wanted if wanted is not None else not self._quick or mesh in DATA)
         }
@@ -128,9 +128,9 @@ class TrainerChecks:
         self._begin("again")
         if is_compared or needs_two:
             self._begin("moved", mode="noise")
-        for name, values in self.meshes.items():
+        for name, sizes in self.meshes.items():
             if is_compared or (needs_two and name == self.two):
-                self._begin(name, **values)
+                self._begin(name, sizes=sizes)
         if is_compared and self.batch is not None and size is not None and size % 2 == 0:
             self._begin("accumulation", micro_batch=size // 2)
         if "order" in checks:
@@ -141,16 +141,16 @@ class TrainerChecks:
         if facts["saves"] and "resume" in checks:
             self._begin("resume", *({"stop_at": stop} for stop in self.stops), {})
             if two and not self._quick:
-                self._begin("resume on other ranks", two | {"stop_at": self.stops[0]}, {})
+                self._begin("resume on other ranks", {"sizes": two, "stop_at": self.stops[0]}, {})
         for name in ("SIGKILL", "SIGTERM")[: 1 if self._quick else 2] if facts["saves"] and "kill" in checks else ():
-            place = random.randrange(two.get("ranks", 1)), random.randrange(2, max(3, self.steps - 1))
-            self._begin(name, {"killed": (*place, getattr(signal, name))}, {}, saves=2, **two)
+            place = random.randrange(2 if two else 1), random.randrange(2, max(3, self.steps - 1))
+            self._begin(name, {"killed": (*place, getattr(signal, name))}, {}, saves=2, sizes=two)
 
     def _begin(self, name: str, *links: dict[str, Any], **values: Any) -> None:
         """Starts runs in one directory, of which each continues the last."""
         if name in self._launcher:
             return
-        validation = max(1, (1 if self.micro_batch else 4) // values.get("ranks", 1)) if self.cuts_validation else None
+        validation = (1 if self.micro_batch else 4) if self.cuts_validation else None
         given = {"steps": self.steps, "epoch": self.epoch, "batch": self.batch, "micro_batch": self.micro_batch}
         given |= {"validation": validation, "loader_batch": self.facts["batch_size"] or 0}
         self._launcher.start(name, *(given | values | link for link in links or ({},)))
@@ -301,7 +301,7 @@ class TrainerChecks:
                 mode = "seeded"
                 why = "; with equal micro-batches and random numbers, since training_step draws some"
                 micro = {"micro_batch": max(1, (alone.job.batch or 1) // parts)}
-            own = {"micro_batch": run.job.micro_batch} if name == "accumulation" else self.meshes[name]
+            own = {"micro_batch": run.job.micro_batch} if name == "accumulation" else {"sizes": self.meshes[name]}
             each = f"{mode}{micro or ''}"
             self._begin(f"alone, {each}", mode=mode, **micro)
             self._begin(f"{name}, {each}", mode=mode, **own | micro)

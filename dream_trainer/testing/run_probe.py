@@ -436,8 +436,6 @@ def _facts(trainer: Any) -> dict[str, Any]:
         "shards": kind._shards_parameters,
         "saves": kind._saves_checkpoints,
         "ranks": kind._keeps_ranks_equal,
-        "tensor": "apply_tensor_parallel" in hooks,
-        "context": "cut_batch" in hooks,
         "total_steps": trainer.total_steps,
         "val_batches": sum(len(each) for each in trainer.val_dataloaders.values() if isinstance(each, Sized)),
     }
