@@ -276,7 +276,7 @@ class TrainerChecks:
 
     def _parity_of(self, name: str) -> Finding:
         what, alone, run, moved = f"parity, {name}", self["alone"], self[name], self["moved"]
-        parts, turns = run.job.parts, alone.records[0]["turns"].values()
+        turns = alone.records[0]["turns"].values()
         if name == "accumulation" and any(count > len(alone.records[0]["steps"]) for count in turns):
             return Finding(what, None, "not checked: an optimizer steps several times on one batch")
         if not run.is_whole:
@@ -284,33 +284,31 @@ class TrainerChecks:
             return Finding(what, False, run.why(), [order] if run.waiting else [])
         if not self.is_deterministic or not moved.is_whole:
             return Finding(what, None, "not checked: one process is not deterministic, or fails with other weights")
-        if parts > 1 and (apart := ranks_differ(run)) is not None:
+        if run.job.parts > 1 and (apart := ranks_differ(run)) is not None:
             text = f"ranks differ after step {apart.step}: {self._place(apart, 'on rank 0', 'on another')}"
             return Finding(what, False, text, self._about_ranks(run, apart))
         self._compared[name], why = (alone, run, moved), ""
         difference = self._beyond(alone, run, moved)
         if difference is not None and difference.stage in RANDOM:
             self._begin("alone, still", mode="still")
-            mode, micro = "still", {}
+            still, micro = self["alone, still"], {}
             why = "; with models in evaluation mode, since dropout and batch statistics are of a micro-batch"
-            still = self["alone, still"]
-            if still.is_whole and any(step["is_random"] for step in still.records[0]["steps"].values()):
+            if still.is_whole and still.records[0]["is_random"]:
                 if name == "accumulation":
                     return Finding(what, None, "not checked: training_step draws random numbers")
-                parts *= run.records[0]["facts"]["accumulation"]
-                mode = "seeded"
-                why = "; with equal micro-batches and random numbers, since training_step draws some"
+                parts = run.job.parts * run.records[0]["facts"]["accumulation"]
                 micro = {"micro_batch": max(1, (alone.job.batch or 1) // parts)}
+                why += "; with equal ones that draw the same random numbers, since training_step draws some"
             own = {"micro_batch": run.job.micro_batch} if name == "accumulation" else {"sizes": self.meshes[name]}
-            each = f"{mode}{micro or ''}"
-            self._begin(f"alone, {each}", mode=mode, **micro)
-            self._begin(f"{name}, {each}", mode=mode, **own | micro)
-            self._begin(f"moved, {each}", mode=f"{mode} noise", **micro)
+            each = f"still{micro or ''}"
+            self._begin(f"alone, {each}", mode="still", **micro)
+            self._begin(f"{name}, {each}", mode="still", **own | micro)
+            self._begin(f"moved, {each}", mode="still noise", **micro)
             one, other, near = (self[f"{which}, {each}"] for which in ("alone", name, "moved"))
             if one.is_whole and other.is_whole and near.is_whole:
                 self._compared[name] = alone, run, _ = one, other, near
                 difference = self._beyond(one, other, near)
-                if mode == "seeded" and difference is not None and difference.stage == "buffers":
+                if micro and difference is not None and difference.stage == "buffers":
                     difference = None
         if difference is None:
             return Finding(what, True, f"{len(run.records[0]['steps'])} steps as in one process, to rounding{why}")

@@ -197,8 +197,8 @@ def summary(tensor: Tensor) -> Summary:
 class Probe(Callback):
     """Records a run on this rank; `steps_file` gets a line at each step.
 
-    `mode` has words. "noise" moves weights by rounding after each step. "still" keeps models in evaluation mode.
-    "seeded" gives each micro-batch of a step the same random numbers.
+    `mode` has words. "noise" moves weights by rounding after each step. "still" keeps models in evaluation mode, and
+    gives each micro-batch of a step the same random numbers.
     """
 
     order = -1_000_000
@@ -210,7 +210,7 @@ class Probe(Callback):
         self._failed = failed
         self.mode, self.stop_at = mode, stop_at
         self._values: Values = {}
-        self.record: dict[str, Any] = {"values": self._values, "steps": {}, "validated": []}
+        self.record: dict[str, Any] = {"values": self._values, "steps": {}, "validated": [], "is_random": False}
         # After which event an attribute, and a weight or buffer, was another one for the first time, and at which step.
         self.record |= {"changes": {}, "written": {}}
         self._state = PlainState()
@@ -250,13 +250,12 @@ class Probe(Callback):
         is_counted = trainer.global_step < 2  # a later step is as the second one
         if not self._step:
             self._reads.count = 0 if is_counted else self._reads.count
-            self._step = {"samples": {}, "gradients": {}, "results": [], "is_random": False, "seconds_inside": 0.0}
+            self._step = {"samples": {}, "gradients": {}, "results": [], "seconds_inside": 0.0}
         self._mark(trainer, "pre_train_batch")
         self._step["samples"][f"micro-batch {len(self._step['samples'])}"] = tuple(_samples(batch))
         if "still" in self.mode:
             for model in trainer.named_models().values():
                 model.eval()
-        if "seeded" in self.mode:
             seed_cpu(hash_seed(b"check", trainer.global_step + 1))
         self._random = _random()
         if is_counted:
@@ -269,7 +268,7 @@ class Probe(Callback):
         self._stop_clock()
         self._counting.close()
         self._step["seconds_inside"] += self._seconds
-        self._step["is_random"] |= _random() != self._random
+        self.record["is_random"] |= _random() != self._random
         numbers = {n: v for n, v in result.items() if type(v) in (float, Tensor) and torch.as_tensor(v).numel() == 1}
         self._step["results"].append({name: float(value) for name, value in numbers.items()})
         self._mark(trainer, "training_step")
