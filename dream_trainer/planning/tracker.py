@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import weakref
@@ -34,21 +35,14 @@ TEMPORARIES = "temporaries"  # made in backward or by the optimizer, and of no o
 
 
 @dataclass(slots=True, eq=False)
-class Label:
-    """A storage's purpose, which may be found out later."""
-
-    kind: str
-    module: str
-
-
-@dataclass(slots=True, eq=False)
 class Piece:
-    """Bytes that lived between two ticks."""
+    """Bytes that lived between two ticks, and their purpose, which may be found out later."""
 
     n_bytes: int
-    label: Label
+    kind: str
+    module: str
     born: int
-    died: int | None = None
+    died: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -99,36 +93,34 @@ class Tracker(TorchDispatchMode):
         """Says what tensors are for, from their birth on."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
-                label = self._note(local_tensor(tensor), kind)
-                label.kind = kind
-                label.module = label.module if module is None else module
+                piece = self._note(local_tensor(tensor), kind)
+                piece.kind = kind
+                piece.module = piece.module if module is None else module
 
     def module_of(self, tensor: Tensor) -> str | None:
         """Of a tensor that lives."""
-        return self._alive[key].label.module if (key := storage_id(local_tensor(tensor))) in self._alive else None
+        return self._alive[key].module if (key := storage_id(local_tensor(tensor))) in self._alive else None
 
-    def _note(self, tensor: Tensor, kind: str) -> Label:
+    def _note(self, tensor: Tensor, kind: str) -> Piece:
         storage, key = tensor.untyped_storage(), storage_id(tensor)
-        if key in self._alive:
-            return self._alive[key].label
-        label = Label(kind, self._inside[-1] if self._inside else "")
-        self._add(key, storage.nbytes(), label)
-        weakref.finalize(storage, self._remove, key).atexit = False
-        return label
+        if key not in self._alive:
+            self._add(key, storage.nbytes(), kind, self._inside[-1] if self._inside else "")
+            weakref.finalize(storage, self._remove, key).atexit = False
+        return self._alive[key]
 
-    def _add(self, key: int, n_bytes: int, label: Label) -> None:
+    def _add(self, key: int, n_bytes: int, kind: str, module: str) -> None:
         self._tick += 1
-        self._alive[key] = Piece(n_bytes, label, self._tick)
+        self._alive[key] = Piece(n_bytes, kind, module, self._tick)
         self._pieces.append(self._alive[key])
         self._total += n_bytes
         if self._total > self._peak:
             self._peak, self._peak_at = self._total, self._tick
 
-    def _remove(self, key: int) -> Label:
+    def _remove(self, key: int) -> Piece:
         piece = self._alive.pop(key)
         piece.died = self._tick
         self._total -= piece.n_bytes
-        return piece.label
+        return piece
 
     # -- one window
 
@@ -145,7 +137,8 @@ class Tracker(TorchDispatchMode):
         def resize_(storage: torch.UntypedStorage, size: int) -> None:
             resize(storage, size)
             if (key := storage_id(storage)) in self._alive:
-                self._add(key, storage.nbytes(), self._remove(key))
+                before = self._remove(key)
+                self._add(key, storage.nbytes(), before.kind, before.module)
 
         with ExitStack() as stack:
             # FSDP frees and remakes parameters by resizing their storages, which no mode sees.
@@ -160,9 +153,9 @@ class Tracker(TorchDispatchMode):
         """The last window."""
         kinds, modules = Counter[str](), Counter[str]()
         for piece in self._pieces:
-            if piece.born <= self._peak_at and (piece.died is None or piece.died >= self._peak_at):
-                kinds[piece.label.kind] += piece.n_bytes
-                modules[piece.label.module] += piece.n_bytes
+            if piece.born <= self._peak_at <= piece.died:
+                kinds[piece.kind] += piece.n_bytes
+                modules[piece.module] += piece.n_bytes
         traffic = [_crossing(world, *key, calls, self._sent[key]) for key, calls in self._calls.items()]
         return StepMeasure(
             peak=self._peak,
@@ -229,8 +222,8 @@ class Tracker(TorchDispatchMode):
     def _are_for_communication(self, *tensors: Any) -> None:
         for tensor in leaves(tensors):
             if isinstance(tensor, Tensor):
-                label = self._note(tensor, "communication")
-                label.kind = "communication" if label.kind in ("activations", TEMPORARIES) else label.kind
+                piece = self._note(tensor, "communication")
+                piece.kind = "communication" if piece.kind in ("activations", TEMPORARIES) else piece.kind
 
 
 def _shapes(query: Tensor, *others: Tensor) -> Iterator[tuple[int, ...]]:
