@@ -213,7 +213,7 @@ class MeasuredTrainer(BaseTrainer):
         inner = super()._wrap_step(step)
 
         def run(batch: Any, batch_idx: int) -> Any:
-            self._tracker.phase, self._tracker.is_users_turn = "activations", True
+            self._tracker.is_users_turn = True
             inner(batch, batch_idx)
             self._tracker.is_users_turn = False
             return {}
@@ -236,9 +236,9 @@ class MeasuredTrainer(BaseTrainer):
     ) -> Tensor | None:
         for path, part in self._parts():
             self._tracker.mark((parameter.grad for parameter in part.parameters(recurse=False)), "gradients", path)
-        self._tracker.phase, self._tracker.is_users_turn = "temporaries", False
+        self._tracker.is_users_turn = False
         norm = super().step(model, optimizer, scheduler)
-        self._tracker.phase, self._tracker.is_users_turn = "activations", True
+        self._tracker.is_users_turn = True
         for each in self._runtime.registry.optimizers().values():
             for parameter, state in each.state.items():
                 self._tracker.mark(leaves(dict(state)), "optimizer state", self._tracker.module_of(parameter))

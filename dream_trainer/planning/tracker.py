@@ -6,7 +6,7 @@ import math
 import sys
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -80,11 +80,10 @@ class Tracker(TorchDispatchMode):
         self._alive: dict[int, Piece] = {}  # by storage
         self._pieces: list[Piece] = []  # also those that have died in this window
         self._tick = self._total = self._peak = self._peak_at = self._flops = 0
-        self._calls, self._sent = Counter[tuple[str, str]](), Counter[tuple[str, str]]()  # by operation and group
+        self._sent = defaultdict[tuple[str, str], list[int]](list)  # bytes of each call, by operation and group
         self._read = Counter[str]()
         self._names: dict[int, str] = {}
         self._inside: list[str] = []
-        self.phase = "activations"
         self.is_users_turn = False  # whether the user's step runs, and nothing that it has called of ours to step
 
     # -- what lives
@@ -128,10 +127,10 @@ class Tracker(TorchDispatchMode):
     def window(self, modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
         """Inside, counts what `measured` returns."""
         self._names = {id(part): path for path, part in modules}
-        for counted in (self._calls, self._sent, self._read, self._inside):
+        for counted in (self._sent, self._read, self._inside):
             counted.clear()
         self._pieces = [*self._alive.values()]
-        self._peak, self._peak_at, self._flops, self.phase = self._total, self._tick, 0, "activations"
+        self._peak, self._peak_at, self._flops = self._total, self._tick, 0
         resize = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> None:
@@ -156,7 +155,7 @@ class Tracker(TorchDispatchMode):
             if piece.born <= self._peak_at <= piece.died:
                 kinds[piece.kind] += piece.n_bytes
                 modules[piece.module] += piece.n_bytes
-        traffic = [_crossing(world, *key, calls, self._sent[key]) for key, calls in self._calls.items()]
+        traffic = [_crossing(world, *key, sent) for key, sent in self._sent.items()]
         return StepMeasure(
             peak=self._peak,
             at_peak=dict(kinds),
@@ -190,7 +189,8 @@ class Tracker(TorchDispatchMode):
             self._note_communication(namespace, name, args, kwargs, result)
         if (count := _FLOPS.get(name) if namespace == "aten" else None) is not None:
             self._flops += count(*args, **kwargs, out_val=result)
-        kind = TEMPORARIES if self.phase == "activations" and not self._inside and in_backward() else self.phase
+        is_forward = self.is_users_turn and (self._inside or not in_backward())
+        kind = "activations" if is_forward else TEMPORARIES
         for tensor in leaves(result):
             if isinstance(tensor, Tensor) and not (tensor.is_meta or is_traceable_wrapper_subclass_type(type(tensor))):
                 self._note(tensor, kind)
@@ -216,8 +216,7 @@ class Tracker(TorchDispatchMode):
             return
         self._are_for_communication(given, result)
         operation, whole = _COLLECTIVES.get(name, (name.strip("_"), lambda given, result: given))
-        self._calls[operation, group] += 1
-        self._sent[operation, group] += sum(tensor.nbytes for tensor in leaves(whole(given, result)))
+        self._sent[operation, group].append(sum(tensor.nbytes for tensor in leaves(whole(given, result))))
 
     def _are_for_communication(self, *tensors: Any) -> None:
         for tensor in leaves(tensors):
@@ -252,11 +251,11 @@ _COLLECTIVES: dict[str, tuple[str, Callable[[list[Tensor], Any], Any]]] = {
 _SHARES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 
 
-def _crossing(world: Any, operation: str, group: str, calls: int, n_bytes: int) -> Crossing:
-    ranks = ranks_of_group(group)
+def _crossing(world: Any, operation: str, group: str, calls: list[int]) -> Crossing:
+    ranks, n_bytes = ranks_of_group(group), sum(calls)
     n, hosts = len(ranks), len({*map(world.host_of, ranks)})
     share = _SHARES[operation] * (n - 1) / n if operation in _SHARES else float(operation != "receive")
-    return Crossing(operation, _dimensions(world, ranks), n, calls, n_bytes, round(share * n_bytes), hosts)
+    return Crossing(operation, _dimensions(world, ranks), n, len(calls), n_bytes, round(share * n_bytes), hosts)
 
 
 def _dimensions(world: Any, ranks: list[int]) -> str:
