@@ -207,7 +207,7 @@ def put(place: MetaPlace, real: Tensor) -> None:
     """Turns a meta tensor into `real`: the same object if PyTorch can, otherwise in the same slots."""
     old = place.tensor
     place.tensor, place.part = real, None  # no second reference to either, or they cannot be swapped
-    if isinstance(old, nn.Parameter):
+    if isinstance(old, nn.Parameter) and not isinstance(real, nn.Parameter):
         real = nn.Parameter(real, requires_grad=old.requires_grad)
         real.__class__ = old.__class__
     elif old.is_leaf:

@@ -20,7 +20,7 @@ from dream_trainer.checks import refuse
 from dream_trainer.compat.fully_shard import take_note
 from dream_trainer.compat.lone_rank import DynamicOutputShapeException, FakeTensor, FakeTensorMode, make_group_alone
 from dream_trainer.compat.pipelining import sent_is_held
-from dream_trainer.compat.pytorch import has_values, keep_hooks
+from dream_trainer.compat.pytorch import has_values
 from dream_trainer.config.device_parameters import DeviceParameters
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import ConfigError, DreamTrainerError
@@ -107,20 +107,9 @@ class Valueless(Replay):
             if place.part is not None:
                 put(place, place.part)
             else:
-                self._put(place, FakeTensor(self.mode, place.note.ref.view(storage), device))
-
-    def _put(self, place: MetaPlace, real: Tensor) -> None:
-        old, place.tensor = place.tensor, real
-        if isinstance(old, nn.Parameter):
-            real._is_param = True
-        real.requires_grad_(old.requires_grad and old.is_leaf)
-        vars(real).update({name: value for name, value in vars(old).items() if name not in vars(real)})
-        try:
-            torch.utils.swap_tensors(old, real)
-            keep_hooks(old)
-        except RuntimeError:
-            for module, name in place.slots:
-                setattr(module, name, real)
+                real: Any = FakeTensor(self.mode, place.note.ref.view(storage), device)
+                real._is_param = isinstance(place.tensor, nn.Parameter)
+                put(place, real)
 
     @override
     def settle(self, model: nn.Module, device: torch.device) -> None:
