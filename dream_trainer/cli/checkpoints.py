@@ -375,9 +375,9 @@ class RunReplay:
     def run(self) -> int:
         from dream_trainer.testing.replay import replay
 
-        found = replay(self.run_path, self.start, self.end, self.program)
-        print(*found.lines(), sep="\n")
-        return int(not found.is_equal)
+        is_equal, lines = replay(self.run_path, self.start, self.end, self.program)
+        print(*lines, sep="\n")
+        return int(not is_equal)
 
 
 def _unequal(a: Mapping[str, Any], b: Mapping[str, Any], names: Collection[str]) -> dict[str, list[Any]]:

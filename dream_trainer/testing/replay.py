@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,20 +27,12 @@ from dream_trainer.trainer.base import BaseTrainer
 NAMES = ("project", "group", "experiment")
 
 
-@dataclass(frozen=True)
-class Replayed:
-    """The result of the same steps, run again."""
+def replay(run: Path, start: int | None = None, end: int | None = None, program: str = "") -> tuple[bool, list[str]]:
+    """Trains steps of a run again: by default from its second newest checkpoint to the next one.
 
-    is_equal: bool
-    told: list[str]
-
-    def lines(self) -> list[str]:
-        """The report."""
-        return [*self.told, "all is as recorded" if self.is_equal else "FAIL: not all is as recorded"]
-
-
-def replay(run: Path, start: int | None = None, end: int | None = None, program: str = "") -> Replayed:
-    """Trains steps of a run again: by default from its second newest checkpoint to the next one."""
+    Returns:
+        Whether all is as recorded, and the lines of the report.
+    """
     from dream_trainer.checkpoint.manifest import checkpoints_root, list_checkpoints
     from dream_trainer.trainer.run_record import LOG_NAME, read_config, read_record
     from dream_trainer.weights.export import StoredTensors, difference_of_tensors
@@ -104,7 +95,8 @@ def replay(run: Path, start: int | None = None, end: int | None = None, program:
             is_equal &= not any([distances, kinds, found["only_in_a"], found["only_in_b"]])
         changes = [f"{n} {v} -> {new.versions.get(n)}" for n, v in record.versions.items() if new.versions.get(n) != v]
         changes += [file for file, digest in record.code.items() if new.code.get(file, digest) != digest]
-        return Replayed(is_equal, told + [f"changed since: {change}" for change in changes])
+        told += [f"changed since: {change}" for change in changes]
+        return is_equal, [*told, "all is as recorded" if is_equal else "FAIL: not all is as recorded"]
 
 
 def _values(log: Path, start: int, end: int) -> dict[tuple[int, str], float]:
