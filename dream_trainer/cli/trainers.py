@@ -84,7 +84,7 @@ class PlanTrainer(OfProgram, Shows):
     second that a rank sends to ranks of its host, and of other hosts."""
 
     def run(self, *overrides: str) -> int:
-        from dream_trainer.planning.planner import make_plan
+        from dream_trainer.planning.planner import Rates, make_plan
         from dream_trainer.planning.report import markdown
         from dream_trainer.weights.export_files import parse_size
 
@@ -93,7 +93,7 @@ class PlanTrainer(OfProgram, Shows):
             self.world,
             rank=self.rank,
             ranks_per_host=self.ranks_per_host,
-            rates=self.rates if self.search else None,
+            rates=Rates(*self.rates) if self.search else None,
             memory=None if self.gpu_memory is None else parse_size(self.gpu_memory),
         )
         show(json.dumps(asdict(found), indent=2) if self.as_json else markdown(found))

@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,6 +39,15 @@ class RankPlan(StepMeasure):
     mesh: dict[str, int]
     settings: dict[str, Any]  # values of the config that a smaller peak would change, and a pipeline's parts of a batch
     numbers: list[int] | None = None  # the numbers that the first stage of a pipeline sends to the next
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device reaches in training, not its peak."""
+
+    tflops: float = 400.0  # 10^12 operations per second in matrix products and attention
+    host_gb: float = 300.0  # 10^9 bytes per second that a rank sends to ranks of its host
+    network_gb: float = 40.0  # and to ranks of other hosts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,16 +82,16 @@ def flags_of(changes: Changes) -> str:
     return " ".join(f"--{name.replace('_', '-')}={value}" for name, value in changes.items())
 
 
-def tried(change: str, job: RankJob, cost_of: Callable[[RankPlan], Cost] | None = None) -> Tried:
-    """The plan of a changed rank; in a pipeline with `cost_of` also of the last one."""
+def tried(change: str, job: RankJob, rates: Rates | None = None) -> Tried:
+    """The plan of a changed rank; with `rates` its cost, which in a pipeline is that of the first or last rank."""
     flags = flags_of(job.changes)
     try:
         plans = [plan_rank(job)]
-        if cost_of is not None and plans[0].mesh["pp"] > 1:  # elsewhere ranks hold equal parts
+        if rates is not None and plans[0].mesh["pp"] > 1:  # elsewhere ranks hold equal parts
             plans.append(plan_rank(replace(job, rank=job.world_size - 1), plans[0]))
     except PlanError as error:
         return Tried(change=change, flags=flags, error=" ".join(str(error).split()))
-    costs = () if cost_of is None else map(cost_of, plans)
+    costs = [] if rates is None else [_cost_of(each, rates) for each in plans]
     cost = max(costs, key=lambda each: each.per_sample, default=None)
     return Tried(change=change, flags=flags, plan=max(plans, key=lambda each: each.peak), cost=cost)
 
@@ -149,15 +158,6 @@ AXES = {"tensor_parallel": "tp", "context_parallel": "cp", "pipeline_parallel": 
 WAYS = ("none", "selective", "full")
 
 
-@dataclass(frozen=True)
-class Rates:
-    """What a device reaches in training, not its peak."""
-
-    tflops: float = 400.0  # 10^12 operations per second in matrix products and attention
-    host_gb: float = 300.0  # 10^9 bytes per second that a rank sends to ranks of its host
-    network_gb: float = 40.0  # and to ranks of other hosts
-
-
 @dataclass(frozen=True, kw_only=True)
 class MeshPlan:
     """A program on a number of ranks."""
@@ -186,19 +186,19 @@ def make_plan(
     rank: int | None = None,
     ranks_per_host: int = 8,
     memory: int | None = None,
-    rates: tuple[float, float, float] | None = None,
+    rates: Rates | None = None,
 ) -> MeshPlan:
     """Plans in processes forked from this one, which should have no threads; with `rates`, searches meshes."""
     if rates is not None:
         refuse(memory is None, "--search needs the memory of a device. Write it too, such as --gpu-memory 80GiB.")
-        refuse(min(rates) <= 0, f"--rates {' '.join(map(str, rates))}: a rate is not above 0.")
+        given = vars(rates).values()
+        refuse(min(given) <= 0, f"--rates {' '.join(map(str, given))}: a rate is not above 0.")
     job = RankJob(program=program, world_size=world_size, ranks_per_host=ranks_per_host)
     plans = plan_ranks(job, rank)
     worst = max(plans.values(), key=lambda each: each.peak)
     found = MeshPlan(worst=worst, ranks={number: each.peak for number, each in plans.items()}, memory=memory)
     if rates is not None and memory is not None:
-        of_device = Rates(*rates)
-        return replace(found, rates=of_device, meshes=_searched(worst, job, memory, of_device))
+        return replace(found, rates=rates, meshes=_searched(worst, job, memory, rates))
     return replace(found, tried=[*_tried(found, replace(job, rank=worst.rank))] if found.fits is False else [])
 
 
@@ -292,7 +292,7 @@ def _searched(given: RankPlan, job: RankJob, memory: int, rates: Rates) -> list[
             if way != given.settings["activation_checkpointing"]:
                 changes["device.activation_checkpointing"] = way
             _tell(flags_of(changes))
-            mesh = tried(axis, replace(job, rank=0, changes=changes), partial(_cost_of, rates=rates))
+            mesh = tried(axis, replace(job, rank=0, changes=changes), rates)
             if mesh.plan is None and way != WAYS[0]:
                 break
             found.append(mesh)
@@ -348,7 +348,7 @@ def plan(
     """
     options: dict[str, Any] = {"rank": rank, "ranks_per_host": ranks_per_host}
     options["memory"] = None if gpu_memory is None else parse_size(gpu_memory)
-    options["rates"] = (400.0, 300.0, 40.0) if search else None
+    options["rates"] = Rates() if search else None
     try:
         (found,) = apart(_send_plan, replace(Program.of(program), arguments=overrides), world, **options)
     except ConfigError as error:
