@@ -47,8 +47,8 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rando
 DEEPEST = 6
 
 
-def hashed(data: bytes) -> str:
-    return xxhash.xxh3_64_hexdigest(data)
+def hashed(data: bytes | str) -> str:
+    return xxhash.xxh3_64_hexdigest(data.encode() if isinstance(data, str) else data)
 
 
 def is_own(kind: type) -> bool:
@@ -76,18 +76,16 @@ class PlainState:
         self._seen = {id(each) for each in (*kept, *trainer.named_metrics().values(), *trainer.callbacks)}
         kinds = type(trainer).__mro__
         ours = ("_runtime", *(f"_{kind.__name__}__" for kind in kinds if not is_own(kind)))
-        self._walk_names("self.", vars(trainer), ours, depth=0)
-        for kind in filter(is_own, kinds):
-            self._walk_names(f"{kind.__name__}.", vars(kind), ("__",))
-        parts: list[tuple[str, Any, tuple[str, ...]]] = [(type(each).__name__, each, ()) for each in trainer.callbacks]
         of_torch = ("state", "param_groups", "defaults", "_optimizer_")
-        parts += [(f"self.{name}", optimizer, of_torch) for name, optimizer in optimizers.items()]
+        owners: list[tuple[str, Any, tuple[str, ...]]] = [("self", trainer, ours)]
+        owners += [(kind.__name__, kind, ("__",)) for kind in kinds]
+        owners += [(type(each).__name__, each, ()) for each in trainer.callbacks]
+        owners += [(f"self.{name}", optimizer, of_torch) for name, optimizer in optimizers.items()]
         for name, model in models.items():
-            modules = model.named_modules(prefix=f"self.{name}")
-            parts += [(path, module, ("_",)) for path, module in modules]
-        for path, part, left_out in parts:
-            if is_own(type(part)):
-                self._walk_names(f"{path}.", vars(part), left_out)
+            owners += [(path, module, ("_",)) for path, module in model.named_modules(prefix=f"self.{name}")]
+        for path, owner, left_out in owners:
+            if owner is trainer or is_own(owner if isinstance(owner, type) else type(owner)):
+                self._walk_names(f"{path}.", vars(owner), left_out, depth=int(owner is not trainer))
         for loader in (*training_loaders(trainer.train_dataloader).values(), *trainer.val_dataloaders.values()):
             self._walk("the loader", loader, 0)
         modules = {id(each): vars(each) for each in [*sys.modules.values()] if isinstance(each, ModuleType)}
@@ -123,18 +121,15 @@ class PlainState:
     def _is_open(self, value: Any) -> bool:
         """Whether its attributes are read one by one."""
         kind = type(value)
-        of_data = kind.__module__.startswith("torch.utils.data")
         is_object = not isinstance(value, (*PLAIN, *GENERATORS, type, nn.Module, Tensor)) and hasattr(value, "__dict__")
-        is_function = kind.__module__ in ("builtins", "functools") or isinstance(value, torch.jit.ScriptFunction)
-        return is_object and not is_function and (of_data or is_own(kind))
+        return is_object and (is_own(kind) or kind.__module__.startswith("torch.utils.data"))
 
     def _text_of(self, value: Any, depth: int) -> str | None:
         """A text that is another one if the value is; None for what is no value, such as a function."""
         if depth > DEEPEST:
             return "..."
         if isinstance(value, PLAIN):
-            text = repr(value)
-            return text if len(text) < 80 else hashed(text.encode())
+            return hashed(repr(value))
         if isinstance(value, Tensor):
             return self._text_of_tensor(value)
         if isinstance(value, np.ndarray):
@@ -145,7 +140,7 @@ class PlainState:
             return hashed(pickle.dumps(value))
         if isinstance(value, list | tuple | deque):
             if len(value) > 32 and {*map(type, value)} <= {int, float, str, bool}:
-                return hashed(repr(value).encode())
+                return hashed(repr(value))
             return self._joined(value, depth)
         if isinstance(value, set | frozenset):
             return self._joined(sorted(map(repr, value)), depth)
@@ -158,9 +153,7 @@ class PlainState:
         return None
 
     def _joined(self, values: Iterable[Any], depth: int) -> str:
-        texts = [self._text_of(value, depth + 1) or "" for value in values]
-        text = f"[{', '.join(texts)}]"
-        return text if len(text) < 80 else hashed(text.encode())
+        return hashed(repr([self._text_of(value, depth + 1) for value in values]))
 
     def _text_of_tensor(self, tensor: Tensor) -> str | None:
         if tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter):
