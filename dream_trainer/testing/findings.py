@@ -163,12 +163,12 @@ class TrainerChecks:
     @cached_property
     def unstable(self) -> set[tuple[int, str]]:
         """Logged values that two equal runs have otherwise, as times are."""
-        one, other = (values_of([self[name]]) for name in ("alone", "again"))
+        one, other = (self[name].records[0]["values"] for name in ("alone", "again"))
         return {(each.step, each.name) for each in differences(one, other, ("logged",))}
 
     @cached_property
     def is_deterministic(self) -> bool:
-        return first_difference([self["alone"]], [self["again"]], self.unstable) is None
+        return first_difference(self["alone"], [self["again"]], self.unstable) is None
 
     def _same(
         self, what: str, text: str, runs: Sequence[Run], cause: Callable[[], list[str]], of: Run | None = None
@@ -179,7 +179,7 @@ class TrainerChecks:
             return Finding(what, False, f"{text}: {failed.why()}")
         if not self.is_deterministic and what != "deterministic":
             return Finding(what, None, f"{text}: not compared, since two equal runs differ")
-        found = first_difference([of or self["alone"]], runs, self.unstable if of is None else None)
+        found = first_difference(of or self["alone"], runs, self.unstable if of is None else None)
         if found is None:
             return Finding(what, True, f"{text}, bit for bit")
         text = f"{text}: step {found.step} differs in {self._place(found, 'before', 'now')}"
@@ -489,11 +489,6 @@ class Difference(NamedTuple):
         return f"{self.name}: {a} {one}, {b} {other}"
 
 
-def values_of(runs: Sequence[Run], rank: int = 0) -> Values:
-    """Of a run that was stopped and resumed."""
-    return {key: value for run in runs for key, value in run.records[rank]["values"].items()}
-
-
 def joined(run: Run) -> Values:
     """With the samples of all ranks, and with the parts of the model that other ranks hold."""
     found: Values = {}
@@ -535,12 +530,11 @@ def _distance(one: Any, other: Any, largest: float) -> float:
     return float(np.linalg.norm(one.values - other.values)) / size
 
 
-def first_difference(
-    one: Sequence[Run], other: Sequence[Run], unstable: Collection[tuple[int, str]] | None
-) -> Difference | None:
-    """The first bit that differs on any rank, but for unstable logged values, such as times; None leaves out all."""
-    for rank in range(len(one[0].records)):
-        for found in differences(values_of(one, rank), values_of(other, rank)):
+def first_difference(one: Run, parts: Sequence[Run], unstable: Collection[tuple[int, str]] | None) -> Difference | None:
+    """The first bit that differs on any rank, except in unstable logged values, such as times; None leaves out all."""
+    for rank, record in enumerate(one.records):
+        values = {key: value for part in parts for key, value in part.records[rank]["values"].items()}
+        for found in differences(record["values"], values):
             if found.stage != "logged" or (unstable is not None and (found.step, found.name) not in unstable):
                 return found
     return None
@@ -565,7 +559,7 @@ def beyond_rounding(one: Run, other: Run, moved: Run, counts: Callable[[Differen
 
 def ranks_differ(run: Run) -> Difference | None:
     """The first thing that ranks should hold alike, and do not."""
-    first, *others = (values_of([run], rank) for rank in range(len(run.records)))
+    first, *others = (record["values"] for record in run.records)
     found = [next(differences(first, other, HELD), None) for other in others]
     return min((each for each in found if each is not None), key=lambda each: each.step, default=None)
 
