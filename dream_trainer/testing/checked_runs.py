@@ -289,7 +289,6 @@ class Launcher:
         self._free, self._number = self._cores, count()
         self._runs: dict[str, list[Run]] = {}
         self._going: dict[str, Iterator[None]] = {}
-        self._queue: list[Run] = []
 
     def __enter__(self) -> Self:
         self._directory = Path(tempfile.mkdtemp(prefix="dream-trainer-check-"))
@@ -323,10 +322,8 @@ class Launcher:
             directory.mkdir()
             job = Job(program=self.program, directory=str(directory), runs_dir=runs_dir, port=free_port(), **values)
             run, need = Run(job), min(job.ranks, self._cores)
-            self._queue.append(run)
-            while self._queue[0] is not run or self._free < need:
+            while self._free < need:
                 yield
-            self._queue.pop(0)
             self._free -= need
             yield from self._live(run)
             self._free += need
