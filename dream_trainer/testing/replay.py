@@ -21,6 +21,7 @@ from dream_trainer.checks import refuse
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.events.callback import Callback
+from dream_trainer.loggers.line_files import read_jsonl
 from dream_trainer.testing.program import Program, move
 from dream_trainer.trainer.base import BaseTrainer
 
@@ -102,11 +103,10 @@ def replay(run: Path, start: int | None = None, end: int | None = None, program:
 def _values(log: Path, start: int, end: int) -> dict[tuple[int, str], float]:
     """Values of training and validation that were logged at these steps, in order."""
     found: dict[tuple[int, str], float] = {}
-    for text in log.read_text().splitlines() if log.exists() else ():
-        line = json.loads(text)
-        if start < line["step"] <= end:
-            of_line = {name: value for name, value in line.items() if name.startswith(("train/", "val/"))}
-            found |= {(line["step"], name): value for name, value in of_line.items() if isinstance(value, int | float)}
+    for line in read_jsonl(log, end) if log.exists() else ():
+        if line["step"] > start:
+            names = [name for name in line if name.startswith(("train/", "val/"))]
+            found |= {(int(line["step"]), name): line[name] for name in names}
     return found
 
 
