@@ -250,7 +250,7 @@ class BaseTrainer(AbstractTrainer):
         coordinator.exchange()  # a limit, signal or request may have come before the first step
         if self._is_done():
             if coordinator.ended_by is not None:
-                self._save_if_due(is_last=True)
+                _save_if_due(runtime, is_last=True)
                 self._notify("on_interrupt")
             elif not coordinator.stopped:
                 runtime.recorder.nothing_to_train(schedule.reached_limits())
@@ -293,7 +293,7 @@ class BaseTrainer(AbstractTrainer):
             window = next_window(runtime)
             if runtime.coordinator.stopped:
                 self._window_finished(is_last=True)
-                self._save_if_due(is_last=True)
+                _save_if_due(runtime, is_last=True)
                 return
             if window is None:  # a pass without a window; two in a row are an error
                 continue
@@ -388,15 +388,6 @@ class BaseTrainer(AbstractTrainer):
             runtime.session.is_first_window = False
             runtime.world.first_step_is_done()
 
-    def _save_if_due(
-        self, *, stepped: bool = False, epoch_ended: bool = False, is_last: bool = False, requested: bool = False
-    ) -> None:
-        runtime, progress = self._runtime, self._runtime.progress
-        # A request that all ranks got in an exchange that ended the run, or that came before the first step.
-        requested |= runtime.coordinator.requests.take_save()
-        step, epoch = progress.global_step if stepped else None, progress.current_epoch if epoch_ended else None
-        runtime.saver.save_if_due(step=step, epoch=epoch, is_last=is_last, requested=requested)
-
     # -- between two windows: log, validate, end the epoch, save; in this order, on all ranks
 
     def _between_windows(self) -> bool:
@@ -406,7 +397,7 @@ class BaseTrainer(AbstractTrainer):
         self._window_finished(is_last=is_last)
         if is_last or owed is not None:
             return self._conclude(owed or UnfinishedWork(stepped, epoch_ended=False, validates=False))
-        self._save_if_due(stepped=stepped)
+        _save_if_due(self._runtime, stepped=stepped)
         return False
 
     def _conclude(self, owed: UnfinishedWork) -> bool:
@@ -417,11 +408,11 @@ class BaseTrainer(AbstractTrainer):
         if owed.epoch_ended:
             self._end_epoch()
         # Requests made in their events (early stopping) take effect now; so do those of the run's last window.
-        requested = bool(runtime.coordinator.exchange().save)
+        runtime.coordinator.exchange()
         if runtime.coordinator.stopped and not is_last:
             is_last = True
             self._window_finished(is_last=True)
-        self._save_if_due(stepped=owed.stepped, epoch_ended=owed.epoch_ended, is_last=is_last, requested=requested)
+        _save_if_due(runtime, stepped=owed.stepped, epoch_ended=owed.epoch_ended, is_last=is_last)
         return is_last
 
     def _end_epoch(self) -> None:
@@ -443,12 +434,10 @@ class BaseTrainer(AbstractTrainer):
             except Interrupted:
                 for batches in loaders.values():
                     batches.close()  # its workers may be in a long task
-                stopped = coordinator.stopped
-                coordinator.requests.save_signalled = False
-                if stopped:
+                if coordinator.stopped:
                     self._window_finished(is_last=True)
-                self._save_if_due(is_last=stopped, requested=not stopped)
-                if stopped:
+                _save_if_due(runtime, is_last=coordinator.stopped)
+                if coordinator.stopped:
                     return False
         schedule.owe(stepped=stepped, epoch_ended=epoch_ended, validates=False)
         schedule.validations.restart()
@@ -474,7 +463,7 @@ class BaseTrainer(AbstractTrainer):
             runtime.saver.expect_best_metric(metrics)
             tell_end(runtime, "post_val_epoch", metrics)
         except Interrupted:
-            self._save_if_due(is_last=coordinator.stopped, requested=not coordinator.stopped)
+            _save_if_due(runtime, is_last=coordinator.stopped)
         finally:
             runtime.state.is_sanity_validation = False
 
@@ -508,7 +497,7 @@ def next_window(runtime: Runtime) -> Window | None:
         if coordinator.stopped:
             return None
         if flags.save:
-            _save(runtime)
+            _save_if_due(runtime)
         if not flags.waiting:
             break
     state.samples, state.tokens = flags.samples, flags.tokens
@@ -526,13 +515,15 @@ def _save_while_waiting(runtime: Runtime) -> bool:
     """Answers a signal that asks for a save during the wait for data; returns whether to keep waiting."""
     flags = runtime.coordinator.exchange(waiting=True)
     if flags.save and not runtime.coordinator.stopped:
-        _save(runtime)
+        _save_if_due(runtime)
     return not runtime.coordinator.stopped
 
 
-def _save(runtime: Runtime) -> None:
-    runtime.coordinator.requests.take_save()
-    runtime.saver.save_if_due(step=None, epoch=None, is_last=False, requested=True)
+def _save_if_due(runtime: Runtime, *, stepped: bool = False, epoch_ended: bool = False, is_last: bool = False) -> None:
+    """Saves where a step or an epoch has ended, the run ends, or all ranks have heard of a request since the last."""
+    progress, requested = runtime.progress, runtime.coordinator.requests.take_save()
+    step, epoch = progress.global_step if stepped else None, progress.current_epoch if epoch_ended else None
+    runtime.saver.save_if_due(step=step, epoch=epoch, is_last=is_last, requested=requested)
 
 
 def _count(runtime: Runtime, window: Window | None) -> tuple[int, int]:

@@ -109,6 +109,8 @@ class Coordinator:
             flags = flags._replace(terminate=asked.terminated, interrupt=asked.interrupted, save=asked.save_signalled)
         self.exchanges += 1
         flags = exchange(self._world, flags)
+        if flags.save:
+            asked.heard_of_save()
         if flags.terminate or flags.interrupt:
             self._stop(flags)
         if flags.terminate or flags.interrupt or flags.save:
