@@ -192,7 +192,7 @@ class AbstractTrainer(MixinHooks):
     @property
     def is_accumulating_gradients(self) -> bool:
         """True unless this batch ends its accumulation window; an epoch's last batch ends one too."""
-        return self._runtime.window.is_accumulating
+        return self._runtime.session.is_ready and not self._runtime.accumulation.is_last
 
     @property
     def accumulation_window(self) -> AccumulationWindow:

@@ -343,7 +343,6 @@ class BaseTrainer(AbstractTrainer):
             if is_last is not state.gradients_sync:
                 runtime.parallel.sync_gradients(is_last)
                 state.gradients_sync = is_last
-            state.is_accumulating = not is_last
             accumulation.start_batch(is_last=is_last)
             for listener in before:
                 listener(batch, batch_idx)

@@ -108,7 +108,6 @@ class WindowState:
     samples: int = 0  # the window's samples over all ranks
     tokens: int = 0  # the window's tokens over all ranks, until they are counted
     flags: Flags = field(default_factory=Flags)  # the flags that all ranks exchanged before it
-    is_accumulating: bool = False  # whether further batches of the window follow the running one
     gradients_sync: bool = True  # whether the next backward reduces gradients over ranks
     first_batch_idx: int = 0  # number of its first batch in the epoch
     epoch_ends: bool = False  # whether the epoch ends with it
