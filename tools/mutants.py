@@ -181,9 +181,9 @@ MUTANTS = [
     ),
     Mutant(
         "a window that runs again leaves metrics as the first run did",
-        "dream_trainer/trainer/step/nonfinite.py",
-        "        self._metrics.put_back()\n",
-        "        pass\n",
+        "dream_trainer/trainer/base.py",
+        "            moved = [ForwardState(models), MetricStates(list(metrics))]\n",
+        "            moved = [ForwardState(models)]\n",
         "tests/trainer/test_nonfinite.py -k counts_once",
     ),
     Mutant(
@@ -1934,8 +1934,8 @@ MUTANTS = [
     Mutant(
         "a window that runs again counts twice in metrics",
         "dream_trainer/trainer/base.py",
-        "                moved.put_back()\n",
-        "",
+        "                    state.put_back()\n",
+        "                    pass\n",
         "tests/trainer/test_nonfinite.py -k counts_once",
     ),
     Mutant(

@@ -38,6 +38,8 @@ from dream_trainer.distributed.watchdog import Watchdog
 from dream_trainer.errors import ConfigError, DataError, HookError, StepError
 from dream_trainer.events.collection import BaseCallback
 from dream_trainer.events.sanity_checks import SanityChecks
+from dream_trainer.modules.forward_state import ForwardState
+from dream_trainer.modules.metrics import MetricStates
 from dream_trainer.modules.precision import deterministic, float32_products
 from dream_trainer.nested import detach
 from dream_trainer.screen import show
@@ -48,7 +50,7 @@ from dream_trainer.trainer.event_table import anyone_listens, describe, listenin
 from dream_trainer.trainer.limits import ending_with_the_epoch
 from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.trainer.session import failing_for_all, go_on, leave, start
-from dream_trainer.trainer.step.nonfinite import MovedByForward, RetryWindow
+from dream_trainer.trainer.step.nonfinite import RetryWindow
 from dream_trainer.trainer.validation import validate
 
 
@@ -305,9 +307,11 @@ class BaseTrainer(AbstractTrainer):
     def _run_window(self, window: Window) -> None:
         runtime, progress = self._runtime, self._runtime.progress
         self._window_started()
-        may_run_again = self.config.training_parameters.on_nonfinite == "retry"
         before = progress.batch_idx, runtime.window.local_batches
-        moved = MovedByForward(runtime.registry) if may_run_again else None
+        moved: list[ForwardState | MetricStates] = []  # by forwards: otherwise the window would count twice
+        if self.config.training_parameters.on_nonfinite == "retry":
+            models, metrics = runtime.registry.models().values(), runtime.registry.metrics().values()
+            moved = [ForwardState(models), MetricStates(list(metrics))]
         while True:
             try:
                 if not runtime.parallel.changes_in_steps:
@@ -315,9 +319,9 @@ class BaseTrainer(AbstractTrainer):
                 with runtime.parallel.whole(stays_fresh=True):
                     return self._run_batches(window)
             except RetryWindow:
-                assert moved is not None  # only raised if a window may run again
                 progress.batch_idx, runtime.window.local_batches = before
-                moved.put_back()
+                for state in moved:
+                    state.put_back()
                 if runtime.log is not None:
                     runtime.log.window_dropped()
                 runtime.parallel.drop_gradients()

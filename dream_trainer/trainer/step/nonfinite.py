@@ -18,10 +18,7 @@ from dream_trainer.compat.pytorch import reading_waits
 from dream_trainer.config.training_parameters import TrainingParameters
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import NonFiniteError
-from dream_trainer.modules.forward_state import ForwardState
-from dream_trainer.modules.metrics import MetricStates
 from dream_trainer.trainer.counters import Counters
-from dream_trainer.trainer.registry import Registry
 
 INITIAL_SCALE = 2.0**16
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-24, 2.0**100
@@ -233,15 +230,3 @@ class NonFiniteGuard:
                 f"the gradient norm was {value} at step {step}, for more than max_nonfinite={self._limit} "
                 f"{what} in a row. Lower the learning rate, clip gradients, or look at the data."
             )
-
-
-class MovedByForward:
-    """A copy of all of it, to be restored before a window runs again: otherwise the window would count twice."""
-
-    def __init__(self, registry: Registry) -> None:
-        self._models = ForwardState(registry.models().values())
-        self._metrics = MetricStates(list(registry.metrics().values()))
-
-    def put_back(self) -> None:
-        self._models.put_back()
-        self._metrics.put_back()
