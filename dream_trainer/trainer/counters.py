@@ -121,12 +121,10 @@ class WindowState:
 class Schedule:
     """A run's limits and what is due between its windows."""
 
-    def __init__(
-        self, parameters: TrainingParameters, progress: Counters, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, parameters: TrainingParameters, progress: Counters) -> None:
         self._progress = progress
-        self._clock = clock
-        self._started, self._before, self._is_running = clock(), 0.0, False
+        self._clock = time.monotonic
+        self._started, self._before, self._is_running = self._clock(), 0.0, False
         self.follow(parameters)
 
     def follow(self, parameters: TrainingParameters) -> None:
@@ -136,7 +134,6 @@ class Schedule:
             steps=parameters.val_every_n_steps,
             epochs=parameters.epochs_between_validations,
             minutes=parameters.val_every_minutes,
-            clock=self._clock,
         )
         self._limit_seconds = None if parameters.max_time is None else parameters.max_time.total_seconds()
         self.goes_by_the_clock = self._limit_seconds is not None or self.validations.goes_by_the_clock
