@@ -1934,7 +1934,7 @@ MUTANTS = [
     Mutant(
         "a window that runs again counts twice in metrics",
         "dream_trainer/trainer/base.py",
-        "                    state.put_back()\n",
+        "                    one.put_back()\n",
         "                    pass\n",
         "tests/trainer/test_nonfinite.py -k counts_once",
     ),

@@ -300,14 +300,14 @@ class BaseTrainer(AbstractTrainer):
             if window is None:  # a pass without a window; two in a row are an error
                 continue
             self._run_window(window)
-            is_over = runtime.window.epoch_ends
+            is_over = progress.owed is not None and progress.owed.epoch_ended
             if self._between_windows():
                 return
 
     def _run_window(self, window: Window) -> None:
-        runtime, progress = self._runtime, self._runtime.progress
+        runtime, progress, state = self._runtime, self._runtime.progress, self._runtime.window
         self._window_started()
-        before = progress.batch_idx, runtime.window.local_batches
+        state.first_batch_idx, batches_before = progress.batch_idx, state.local_batches
         moved: list[ForwardState | MetricStates] = []  # by forwards: otherwise the window would count twice
         if self.config.training_parameters.on_nonfinite == "retry":
             models, metrics = runtime.registry.models().values(), runtime.registry.metrics().values()
@@ -319,9 +319,9 @@ class BaseTrainer(AbstractTrainer):
                 with runtime.parallel.whole(stays_fresh=True):
                     return self._run_batches(window)
             except RetryWindow:
-                progress.batch_idx, runtime.window.local_batches = before
-                for state in moved:
-                    state.put_back()
+                progress.batch_idx, state.local_batches = state.first_batch_idx, batches_before
+                for one in moved:
+                    one.put_back()
                 if runtime.log is not None:
                     runtime.log.window_dropped()
                 runtime.parallel.drop_gradients()
@@ -336,7 +336,6 @@ class BaseTrainer(AbstractTrainer):
         after_window, sizes = runtime.events["post_train_step"], state.sizes
         training_step, log = state.training_step, runtime.log
         accumulation.start_window(window.size, is_uneven=window.is_uneven)
-        state.first_batch_idx = progress.batch_idx
         index = 0
         for batch in on_device(window.batches, self.move_batch, device, runtime.data.copy_stream):
             index += 1  # noqa: SIM113  # `enumerate` keeps a batch while the next but one is moved
@@ -382,11 +381,11 @@ class BaseTrainer(AbstractTrainer):
         state.tokens = 0
         progress.is_pass_over = feed.is_pass_over
         # Work due after it is noted now, for a checkpoint that is saved before that.
-        state.epoch_ends = schedule.epoch_is_over(is_pass_over=feed.is_pass_over)
+        epoch_ended = schedule.epoch_is_over(is_pass_over=feed.is_pass_over)
         validates = bool(runtime.data.validation) and schedule.validation_is_due(
-            stepped=stepped, epoch_ended=state.epoch_ends, by_the_clock=bool(state.flags.validate)
+            stepped=stepped, epoch_ended=epoch_ended, by_the_clock=bool(state.flags.validate)
         )
-        schedule.owe(stepped=stepped, epoch_ended=state.epoch_ends, validates=validates)
+        schedule.owe(stepped=stepped, epoch_ended=epoch_ended, validates=validates)
         if runtime.session.is_first_window:
             runtime.session.is_first_window = False
             runtime.world.first_step_is_done()

@@ -110,7 +110,6 @@ class WindowState:
     flags: Flags = field(default_factory=Flags)  # the flags that all ranks exchanged before it
     gradients_sync: bool = True  # whether the next backward reduces gradients over ranks
     first_batch_idx: int = 0  # number of its first batch in the epoch
-    epoch_ends: bool = False  # whether the epoch ends with it
     local_batches: int = 0  # training batches processed since this process started
     validation_seconds: float = 0.0  # of validations and predictions between this process's windows
 
