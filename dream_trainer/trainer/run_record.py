@@ -218,22 +218,19 @@ class RunRecorder:
         RunRecorder._made_here = True
         self._times: list[dict[str, Any]] = []  # of the starts before this one
         self._start: Start | None = None
-        self._has_directory = self._is_new = False
+        self._is_new = False
 
     def listeners(self, event: str, *, is_main: bool) -> tuple[Callable[..., None], ...]:
         """Functions to call at `event` on this rank: ranks other than 0 only write about their failures."""
-        listeners: dict[str, Callable[..., None]] = {"on_exception": self._failed, "post_setup": self._is_set_up}
+        listeners: dict[str, Callable[..., None]] = {"on_exception": self._failed}
         if is_main:
-            listeners |= {"pre_fit": self._starts, "post_val_epoch": self._validated, "on_save": self._saved}
-            listeners |= {"on_interrupt": self._ends, "post_fit": self._has_ended}
+            listeners |= {"post_setup": self._is_set_up, "pre_fit": self._starts, "post_val_epoch": self._validated}
+            listeners |= {"on_save": self._saved, "on_interrupt": self._ends, "post_fit": self._has_ended}
         is_kept = event in listeners and not self._runtime.config.training_parameters.fast_dev_run
         return (listeners[event],) if is_kept else ()
 
     def _is_set_up(self) -> None:
-        self._has_directory = True  # claimed, if the trainer claims one
         runtime = self._runtime
-        if not runtime.world.is_main:
-            return
         self._times = _times_so_far(runtime.run_dir)  # a resume drops the end of the log
         if runtime.coordinator.trains and read_record(runtime.run_dir) is None:
             self._is_new = not (runtime.run_dir / CONFIG_NAME).exists()
@@ -328,7 +325,7 @@ class RunRecorder:
         runtime = self._runtime
         if runtime.launched is None or not runtime.coordinator.trains or isinstance(exc, SystemExit):
             return
-        is_another_jobs = not self._has_directory and is_claimed(runtime.run_dir)
+        is_another_jobs = not runtime.session.is_resumed and is_claimed(runtime.run_dir)  # claimed before a resume
         if is_another_jobs or runtime.saver.is_overtaken:
             return
         found = read_record(runtime.run_dir)
