@@ -477,7 +477,7 @@ MUTANTS = [
     Mutant(
         "a window may leave gradients in a model",
         "dream_trainer/trainer/step/accumulation.py",
-        "self.origins.finish_window(self.size)",
+        "self.origins.finish_window(self.size, self._backwards)",
         "pass",
         TURNS,
     ),

@@ -33,7 +33,6 @@ class GradientOrigins:
     def __init__(self, registry: Registry, gradients: GradientState) -> None:
         self._registry, self._local_gradients = registry, gradients
         self.optimizers = list(dict.fromkeys(registry.optimizers().values()))
-        self._backwards = 0
         self._origins: dict[Optimizer, int] = {}  # the backward that gave an optimizer its first gradients
         self._stepped: set[Optimizer] = set()
         # Optimizers with gradients of a loss that also trained another optimizer, which has stepped since.
@@ -46,7 +45,6 @@ class GradientOrigins:
         return sum(numbers.get(id(optimizer), 0) * 64**place for place, optimizer in enumerate(optimizers))
 
     def start_window(self) -> None:
-        self._backwards = 0
         self._stepped.clear()
         if len(self.optimizers) > 1:
             for of_window in (self._origins, self._left, self._marks):
@@ -57,7 +55,8 @@ class GradientOrigins:
             self._left = {optimizer: other for optimizer, other in self._left.items() if self._has_gradients(optimizer)}
             self._marks = {optimizer: self._mark(optimizer) for optimizer in self._left}
 
-    def after_backward(self) -> None:
+    def after_backward(self, number: int) -> None:
+        """The window's backward `number`, from 1, has run."""
         if len(self.optimizers) < 2:
             return
         for optimizer, other in self._left.items():
@@ -67,10 +66,9 @@ class GradientOrigins:
                     f"{self._name(other)} was stepped another loss was added to them. {self._remedy(optimizer)} If one "
                     "loss is meant to train both, step both before the next backward."
                 )
-        self._backwards += 1
         for optimizer in self.optimizers:
             if optimizer not in self._origins and self._has_gradients(optimizer):
-                self._origins[optimizer] = self._backwards
+                self._origins[optimizer] = number
 
     def one_with_gradient(self) -> nn.Parameter | None:
         """A parameter with a gradient; None if there is none, or several optimizers, which `finish_window` looks at."""
@@ -92,12 +90,12 @@ class GradientOrigins:
                 if origin in origins:
                     self._left.setdefault(optimizer, origins[origin])
 
-    def finish_window(self, n_batches: int) -> None:
+    def finish_window(self, n_batches: int, n_backwards: int) -> None:
         if len(self.optimizers) < 2:
             return
         for optimizer in self.optimizers:
             if self._has_gradients(optimizer):
-                if not self._backwards and not self._stepped:
+                if not n_backwards and not self._stepped:
                     raise StepError(
                         f"the window ended with gradients in {self._name(optimizer)}. Call self.backward(loss) instead "
                         "of loss.backward(), and self.step(model, optimizer) instead of optimizer.step()."
@@ -188,7 +186,6 @@ class Accumulation:
         self.stepped = False  # whether `step` ran in the window
         self.is_open = True
         self.is_uneven = is_uneven
-        self._weighted: bool | None = None
         self._kept: nn.Parameter | None = None  # one whose gradient the next backward adds to
         self._totals: dict[int, Weight] = {}
         self._spent: set[int] = set()
@@ -247,7 +244,7 @@ class Accumulation:
             raise mismatch(error) from error
         if self._local_gradients.groups:
             self._parallel.end_backward()
-        self.origins.after_backward()
+        self.origins.after_backward(self._backwards)
         if watches:
             self.own.note(self.origins.optimizers)
         if not self.is_last:
@@ -304,12 +301,12 @@ class Accumulation:
             raise mismatch(error) from error
         if self.losses is not None:
             self.losses.append(loss)
-        self.origins.after_backward()
+        self.origins.after_backward(self._backwards)
         return loss
 
     def _count(self, weight: Weight | None, model: nn.Module | None) -> None:
         is_weighted = weight is not None
-        if self._weighted not in (None, is_weighted):
+        if self._backwards and bool(self._totals) is not is_weighted:
             raise StepError(
                 f"{self._call}() was called with and without weight= in one window. Weight every micro-batch, or none."
             )
@@ -334,7 +331,6 @@ class Accumulation:
                 self._totals[key] = weight
                 self._spent.discard(key)
             self.batch_weight = weight
-        self._weighted = is_weighted
         if self._batch_is_empty and self._batch_backwards == 0:
             self.counted_batches += 1
         self._backwards += 1
@@ -382,7 +378,7 @@ class Accumulation:
             unspent = self._totals.keys() - self._spent
             names = [name for name, model in self._registry.models().items() if id(model) in unspent]
             raise StepError(f"the window ended with weighted gradients of {', '.join(names)} and no step() for them.")
-        self.origins.finish_window(self.size)
+        self.origins.finish_window(self.size, self._backwards)
         self.is_open = False
         if self.stepped and self.loss_scale is not None:
             self.loss_scale.update()
@@ -427,7 +423,7 @@ class Accumulation:
 
     def spend_weight(self, model: nn.Module) -> Weight | None:
         """The total weight of `model` in this window on this rank, marked as spent. None in an unweighted window."""
-        if not self._weighted:
+        if not self._totals:
             return None
         key = id(model)
         if key not in self._totals:
