@@ -57,9 +57,9 @@ def connect_data(runtime: Runtime) -> None:
         name: batches_to_validate(runtime, loader) for name, loader in runtime.state.val_dataloaders.items()
     }
     refuse_one_order_for_both(runtime)
-    steps = agree_on_data(runtime)
-    runtime.state.steps_per_epoch = steps_in_epoch(parameters, steps)
-    runtime.state.total_steps = planned_steps(parameters, steps, global_batch_size(runtime))
+    steps_per_pass, steps_per_epoch = agree_on_data(runtime), runtime.schedule.epoch_steps
+    runtime.state.steps_per_epoch = steps_per_pass if steps_per_epoch is None else steps_per_epoch
+    runtime.state.total_steps = planned_steps(runtime)
 
 
 def follow_train_dataloader(runtime: Runtime) -> None:
@@ -139,15 +139,10 @@ def global_batch_size(runtime: Runtime) -> int | None:
     return None if batch_size is None else batch_size * runtime.state.accumulation_steps * runtime.world.dp_size
 
 
-def steps_in_epoch(parameters: TrainingParameters, steps_per_pass: int | None) -> int | None:
-    """Optimizer steps of one epoch; None where only the end of the data tells."""
-    configured = 1 if parameters.fast_dev_run else parameters.train_steps_per_epoch
-    return steps_per_pass if configured is None else configured
-
-
-def planned_steps(parameters: TrainingParameters, steps_per_pass: int | None, batch: int | None) -> int | None:
+def planned_steps(runtime: Runtime) -> int | None:
     """Optimizer steps until the first limit that can be foreseen; None if there is none."""
-    per_epoch = steps_in_epoch(parameters, steps_per_pass)
+    parameters, batch = runtime.config.training_parameters, global_batch_size(runtime)
+    per_epoch = runtime.state.steps_per_epoch
     plans = [parameters.max_steps]
     if parameters.fast_dev_run:
         plans.append(1)

@@ -14,7 +14,7 @@ from dream_trainer.distributed.ranks import refuse_differences
 from dream_trainer.errors import StepError
 from dream_trainer.optim.learning_rates import set_token_origin
 from dream_trainer.screen import logger
-from dream_trainer.trainer.data_setup import global_batch_size, planned_steps
+from dream_trainer.trainer.data_setup import planned_steps
 from dream_trainer.trainer.resumed_rates import copied, set_rate
 from dream_trainer.trainer.runtime import Runtime
 
@@ -45,7 +45,7 @@ def set_limits(runtime: Runtime, limits: Limits) -> None:
     if not runtime.session.is_ready:
         return
     steps = runtime.state.total_steps
-    runtime.state.total_steps = planned_steps(parameters, runtime.state.steps_per_epoch, global_batch_size(runtime))
+    runtime.state.total_steps = planned_steps(runtime)
     is_changed = runtime.state.total_steps != steps or before.max_tokens != parameters.max_tokens
     if is_changed and runtime.registry.schedulers():
         _build_schedulers_again(runtime, before=f"total_steps={steps} and max_tokens={before.max_tokens}")
