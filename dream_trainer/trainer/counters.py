@@ -54,7 +54,6 @@ class Counters:
         self.data = end if end.samples else DataPosition(end.epoch, before + samples, end.batches)
 
     def finish_epoch(self) -> None:
-        """Counts a completed epoch and starts the next."""
         self.current_epoch += 1
         self.epoch_steps = 0
         self.batch_idx = 0
@@ -157,7 +156,6 @@ class Schedule:
         )
 
     def is_finished(self) -> bool:
-        """Whether a limit is reached, and nothing is owed."""
         return self._progress.owed is None and self.is_last_window()
 
     def epoch_is_over(self, *, is_pass_over: bool) -> bool:
@@ -211,7 +209,6 @@ class Schedule:
         return 1 if self._parameters.fast_dev_run else self._parameters.val_steps_per_epoch
 
     def validation_is_due(self, *, stepped: bool, epoch_ended: bool, by_the_clock: bool) -> bool:
-        """Whether to validate after the window just counted."""
         if not self._validates:
             return False
         if self._parameters.fast_dev_run or by_the_clock:

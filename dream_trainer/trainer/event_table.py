@@ -30,7 +30,6 @@ def anyone_listens(runtime: Runtime, event: str) -> bool:
 
 
 def notify(runtime: Runtime, event: str, *args: Any) -> None:
-    """Calls everyone who listens to `event`."""
     if anyone_listens(runtime, event):  # on some rank; all ranks gather again, or none
         runtime.parallel.forget_whole()
     for listener in runtime.events[event]:

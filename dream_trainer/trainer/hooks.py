@@ -297,7 +297,6 @@ class MixinHooks(Hooks):
     _saves_checkpoints: ClassVar[bool] = False
 
     # The trainer's own.
-    _notify: Callable[..., None]
     warn_once: Callable[[str, str], None]
     backward: Callable[..., None]
     close: Callable[[], None]

@@ -21,8 +21,6 @@ def parameters_of(*optimizers: Optimizer) -> Iterator[nn.Parameter]:
 
 
 class Registry:
-    """A trainer's models, optimizers, schedulers and metrics by attribute name."""
-
     def __init__(self, attributes: Mapping[str, Any]) -> None:
         self._attributes = attributes
 

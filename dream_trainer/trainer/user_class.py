@@ -195,7 +195,6 @@ def _may_change_arguments(decorated: Any) -> bool:
 
 
 def parallelisms_of(cls: type) -> list[Parallelism]:
-    """Those that the mixins of `cls` bring."""
     return [brought for part in _parts(cls) if (brought := vars(part).get("_parallelism")) is not None]
 
 

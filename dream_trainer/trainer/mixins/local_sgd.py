@@ -22,7 +22,7 @@ from dream_trainer.parallel.parallel_models import ParallelModels
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.counters import Counters
 from dream_trainer.trainer.hooks import NoRounds
-from dream_trainer.trainer.registry import Registry
+from dream_trainer.trainer.registry import Registry, parameters_of
 from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.trainer.step.buckets import in_buckets
 
@@ -238,8 +238,7 @@ class Rounds(NoRounds):
     def _averaged(self) -> dict[str, Tensor]:
         """The tensors that workers hold separately and average, keyed by their names in checkpoints."""
         models = self.registry.models()
-        groups = [group for optimizer in self.registry.optimizers().values() for group in optimizer.param_groups]
-        owned = {id(parameter) for group in groups for parameter in group["params"]}
+        owned = {id(parameter) for parameter in parameters_of(*self.registry.optimizers().values())}
         averaged: dict[str, Tensor] = {name: p for name, p in model_parameters(models).items() if id(p) in owned}
         if self.world.workers == 1:
             return averaged

@@ -100,7 +100,7 @@ class LoggerMixin(AbstractTrainer):
 
     def _weight_of_batch(self) -> tuple[Scalar | None, int]:
         """The micro-batch's backward weight, None as long as it has none, and its samples."""
-        if self._runtime.window.batch is None or not self._runtime.session.is_ready:
+        if self._runtime.window.batch is None:
             return 1.0, 1
         return self._runtime.accumulation.batch_weight, self._runtime.window.batch_samples
 

@@ -131,7 +131,6 @@ def copies_of(parameter: nn.Parameter, n_ranks: int) -> int:
 
 
 def gradients_of(plan: StepPlan) -> list[list[Tensor]]:
-    """This rank's part of the gradients that exist, group by group."""
     return [group.gradients() for group in plan.groups]
 
 
