@@ -261,8 +261,6 @@ EVENTS = tuple(_NAMES[_NAMES.index("pre_launch") :])
 
 
 class NoRounds:
-    steps = 1  # optimizer steps of a round
-
     def as_one_model(self) -> AbstractContextManager[None]:
         """Wraps what speaks of the run's model, such as an export: inside, all ranks have its weights; a collective."""
         return nullcontext()
