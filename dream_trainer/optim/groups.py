@@ -14,24 +14,17 @@ from torch import nn
 from dream_trainer.checks import check_between, check_pattern
 from dream_trainer.config.parameter_class import PositiveFloat, parameters
 from dream_trainer.errors import ConfigError
-from dream_trainer.parallel.sharding import (
-    Described,
-    WholeParameters,
-    describe,
-    named_with_ties,
-    repeated_blocks,
-    whole_of,
-)
+from dream_trainer.parallel.sharding import Described, describe, named_with_ties, repeated_blocks, whole_of
 
 
-def whole_parameters(model: nn.Module, blocks: Sequence[nn.Module] | None) -> WholeParameters:
+def whole_parameters(model: nn.Module, blocks: Sequence[nn.Module] | None) -> list[Described]:
     whole = whole_of(model)
     if whole is None:
         return describe(model, repeated_blocks(model) if blocks is None else blocks)
-    own = {name: one for one in describe(model, blocks or ()).parameters for name in one.names}
+    own = {name: one for one in describe(model, blocks or ()) for name in one.names}
     parameters: list[Described] = []
     known: set[str] = set()
-    for one in whole.parameters:
+    for one in whole:
         here = next((own[name] for name in one.names if name in own), None)
         if here is None:
             parameters.append(one)
@@ -46,12 +39,12 @@ def whole_parameters(model: nn.Module, blocks: Sequence[nn.Module] | None) -> Wh
         parameters.append(one._replace(names=names, parameter=here.parameter, is_trained=here.is_trained))
     if newer := sorted(own.keys() - known):
         raise ConfigError(f"{newer[0]} was added after the model was cut into stages. Add it in configure_models.")
-    return WholeParameters(parameters, whole.n_blocks)
+    return parameters
 
 
 def values_in_whole(model: nn.Module) -> int:
     """Number of values in the parameters of `model`, or of the whole model if it is a stage."""
-    return sum(one.numel for one in (whole_of(model) or describe(model, ())).parameters)
+    return sum(one.numel for one in whole_of(model) or describe(model, ()))
 
 
 @parameters
@@ -172,21 +165,21 @@ def place(
 ) -> list[Placed]:
     """The properties that decide the group of each trainable parameter; arguments and errors of `parameter_groups`."""
     whole = whole_parameters(model, blocks)
-    trainable = [one for one in whole.parameters if one.is_trained]
+    trainable = [one for one in whole if one.is_trained]
     if not trainable:
         raise ConfigError(
-            f"{type(model).__name__} has no trainable parameter. Leave some of its {len(whole.parameters)} parameters "
-            "unfrozen."
+            f"{type(model).__name__} has no trainable parameter. Leave some of its {len(whole)} parameters unfrozen."
         )
     chosen = [next((group for group in groups if matches((group.pattern,), one.names)), None) for one in trainable]
     for pattern_group in groups:
-        require_match("groups", pattern_group.pattern, [one.names for one in whole.parameters])
+        require_match("groups", pattern_group.pattern, [one.names for one in whole])
         if not any(pattern_group is other for other in chosen):
             raise ConfigError(
                 f"groups: every parameter that {pattern_group.pattern!r} matches is frozen or taken by a pattern "
                 "before it. Put the narrower pattern first, or remove this one."
             )
-    depths = {} if layer_decay is None else _depths(whole, layer_decay)
+    n_blocks = max(one.block for one in whole)
+    depths = {} if layer_decay is None else _depths(whole, n_blocks, layer_decay)
     factor = 1.0 if layer_decay is None else layer_decay
     return [
         Placed(
@@ -194,7 +187,7 @@ def place(
             group=matching,
             decays=(decay_vectors or not one.is_vector) and (decay_embeddings or not one.is_embedding),
             depth=depths.get(one.names),
-            scale=factor ** (whole.n_blocks + 1 - depths[one.names]) if depths else 1.0,
+            scale=factor ** (n_blocks + 1 - depths[one.names]) if depths else 1.0,
         )
         for one, matching in zip(trainable, chosen, strict=True)
     ]
@@ -225,9 +218,8 @@ def group(placed: Iterable[Placed], *, lr: float, weight_decay: float) -> list[d
     return [one if one["params"] else one | {"param_names": []} for name, one in joined.items() if name in names]
 
 
-def _depths(whole: WholeParameters, layer_decay: float) -> dict[tuple[str, ...], int]:
-    """Layers by the parameter's names; see `parameter_groups`."""
-    last = whole.n_blocks
+def _depths(whole: Sequence[Described], last: int, layer_decay: float) -> dict[tuple[str, ...], int]:
+    """Layers by the parameter's names, of `last` blocks; see `parameter_groups`."""
     if not last:
         raise ConfigError(
             f"layer_decay={layer_decay} needs repeated blocks, and the model has no ModuleList or Sequential of two or "
@@ -235,7 +227,7 @@ def _depths(whole: WholeParameters, layer_decay: float) -> dict[tuple[str, ...],
         )
     depths: dict[tuple[str, ...], int] = {}
     passed = 0
-    for one in whole.parameters:
+    for one in whole:
         if one.block:
             depths[one.names] = passed = one.block
         elif one.is_embedding:

@@ -285,16 +285,9 @@ class Described(NamedTuple):
     block: int  # number of its block, from 1; 0 outside them
 
 
-class WholeParameters(NamedTuple):
-    """All parameters of a model, each once, in the order of `parameters()`, and the number of its blocks."""
-
-    parameters: Sequence[Described]
-    n_blocks: int
-
-
 class _Cut(NamedTuple):
     ties: Sequence[Tie]
-    whole: WholeParameters
+    whole: Sequence[Described]
 
 
 _cut: WeakKeyDictionary[nn.Module, _Cut] = WeakKeyDictionary()
@@ -323,8 +316,7 @@ def ties_of(model: nn.Module, stages: Sequence[Collection[str]], ranks: Sequence
 
 def remember_cut(model: nn.Module, ties: Sequence[Tie], blocks: Sequence[nn.Module]) -> None:
     """Records what is known of `model` before other stages' layers are removed from it."""
-    parameters, n_blocks = describe(model, blocks)
-    _cut[model] = _Cut(ties, WholeParameters([one._replace(parameter=None) for one in parameters], n_blocks))
+    _cut[model] = _Cut(ties, [one._replace(parameter=None) for one in describe(model, blocks)])
 
 
 def is_cut(model: nn.Module) -> bool:
@@ -337,22 +329,22 @@ def ties_in(model: nn.Module) -> Sequence[Tie]:
     return _cut[model].ties if model in _cut else ()
 
 
-def whole_of(model: nn.Module) -> WholeParameters | None:
+def whole_of(model: nn.Module) -> Sequence[Described] | None:
     """The parameters of the whole model that `model` is a part of; None without stages."""
     return _cut[model].whole if model in _cut else None
 
 
-def describe(model: nn.Module, blocks: Sequence[nn.Module]) -> WholeParameters:
+def describe(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Described]:
+    """All parameters of `model`, each once, in the order of `parameters()`."""
     vectors = {id(p) for p in model.parameters() if p.ndim < 2} | _owned(model, nn.LayerNorm | nn.RMSNorm)
     embeddings = _owned(model, nn.Embedding | nn.EmbeddingBag)
     block_of = {id(p): number for number, block in enumerate(blocks, start=1) for p in block.parameters()}
-    parameters = [
+    return [
         Described(
             names, p, p.requires_grad, p.ndim, p.numel(), id(p) in vectors, id(p) in embeddings, block_of.get(id(p), 0)
         )
         for names, p in named_with_ties(model)
     ]
-    return WholeParameters(parameters, len(blocks))
 
 
 def named_with_ties(model: nn.Module) -> list[tuple[tuple[str, ...], nn.Parameter]]:
