@@ -195,8 +195,6 @@ def _build_muon(parameters: OptimizerParameters, placed: Sequence[Placed]) -> li
 def _build(
     cls: type[Any], parameters: OptimizerParameters, placed: Sequence[Placed], *, lr: float, options: dict[str, Any]
 ) -> Optimizer:
-    if any(one.of.parameter is not None and is_sharded(one.of.parameter) for one in placed):
-        refuse_unshardable_class(cls)
     decay = parameters.weight_decay
     if decay is None:
         decay = inspect.signature(cls).parameters["weight_decay"].default
@@ -205,6 +203,7 @@ def _build(
         for one in groups:
             one |= _implementation(cls, [p for _, p in one["params"]], parameters.fused)
     optimizer: Optimizer = cls(groups, lr=lr, weight_decay=decay, **options)
+    refuse_unshardable(optimizer)
     return optimizer
 
 
@@ -249,19 +248,14 @@ def refuse_unshardable(optimizer: Optimizer) -> None:
     sharded = [g for g in optimizer.param_groups if any(is_dtensor(p) for p in g["params"])]
     if not sharded:
         return
-    refuse_unshardable_class(type(optimizer))
+    name = type(optimizer).__name__
+    if isinstance(optimizer, UNSHARDABLE):
+        raise ConfigError(
+            f"{name} cannot step sharded parameters. Use AdamW, Adam, SGD, Adagrad, RMSprop, NAdam, or Muon of "
+            "dream_trainer.optim."
+        )
     if isinstance(optimizer, UNSHARDABLE_FUSED) and any(group.get("fused") for group in sharded):
-        name = type(optimizer).__name__
         raise ConfigError(
             f"{name}(fused=True) cannot step sharded parameters: its kernel has no rule for DTensors. "
             f"Use {name}(foreach=True)."
-        )
-
-
-def refuse_unshardable_class(cls: type[Optimizer]) -> None:
-    """Raises ConfigError if no optimizer of this class can step sharded parameters."""
-    if issubclass(cls, UNSHARDABLE):
-        raise ConfigError(
-            f"{cls.__name__} cannot step sharded parameters. Use AdamW, Adam, SGD, Adagrad, RMSprop, NAdam, or Muon of "
-            "dream_trainer.optim."
         )
