@@ -9,12 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
-Float8Layer: Any = Float8Linear  # the layer, of no type, so that checkers need no torchao
+# Of no type, so that checkers need no torchao.
+Float8Layer: Any = Float8Linear
+GatheredInFloat8: Any = WeightWithDynamicFloat8CastTensor  # by `fully_shard`; every rank scales by the largest of all
 MULTIPLE = 16  # float8 matrix products need both sizes of a weight to be multiples of this
 
 
@@ -31,11 +32,3 @@ def attributes(config: Float8LinearConfig) -> dict[str, Any]:
         plain = torch.nn.Linear(MULTIPLE, MULTIPLE)
         layer = convert_to_float8_training(torch.nn.Linear(MULTIPLE, MULTIPLE), config=config)
     return {name: value for name, value in vars(layer).items() if name not in vars(plain)}
-
-
-def gathered_in_float8(weight: Tensor, config: Float8LinearConfig) -> Tensor:
-    """`weight`, plain, so that `fully_shard` gathers it in float8; every rank scales by the largest of all."""
-    mm_config = attributes(config)["linear_mm_config"]
-    target: Any = config.cast_config_weight.target_dtype
-    gathered: Tensor = WeightWithDynamicFloat8CastTensor(weight, mm_config, target)
-    return gathered

@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from dream_trainer.compat.pytorch import local_tensor, with_local
-from dream_trainer.compat.torchao import MULTIPLE, Float8Layer, attributes, gathered_in_float8
+from dream_trainer.compat.torchao import MULTIPLE, Float8Layer, GatheredInFloat8, attributes
 from dream_trainer.modules.class_change import Changed, change_class
 
 
@@ -49,8 +49,8 @@ def compute_in_float8(linear: nn.Linear, config: Any) -> None:
 
 def gather_in_float8(linear: nn.Linear, config: Any) -> None:
     """Has `fully_shard`, which comes later, gather the weight of a layer in float8. The parameter is replaced."""
-    weight = linear.weight
-    part = gathered_in_float8(local_tensor(weight).detach(), config)
+    weight, products = linear.weight, attributes(config)["linear_mm_config"]
+    part = GatheredInFloat8(local_tensor(weight).detach(), products, config.cast_config_weight.target_dtype)
     linear.weight = nn.Parameter(with_local(weight.detach(), part), requires_grad=weight.requires_grad)
     vars(linear.weight).update(vars(weight))
 
