@@ -1478,7 +1478,7 @@ MUTANTS = [
     Mutant(
         "stages of shards give the next one float32",
         "dream_trainer/parallel/sharding.py",
-        "        output_dtype = None if is_cut else torch.float32\n",
+        "        output_dtype = None if is_cut(model) else torch.float32\n",
         "        output_dtype = torch.float32\n",
         "tests/trainer/test_pipeline_precision.py --all",
     ),

@@ -36,8 +36,6 @@ def shard_by_blocks(
     blocks: Sequence[nn.Module],
     config: dict[str, Any],
     root: dict[str, Any],
-    *,
-    is_cut: bool,
     is_part: Callable[[nn.Parameter], bool],
 ) -> None:
     """Wraps each block, then the root, with `fully_shard`, and leaves out scalars and what an axis has divided."""
@@ -54,7 +52,7 @@ def shard_by_blocks(
     if policy is not None and policy.param_dtype is not None:
         # Only for the root: a block's output is the next one's input, and the model's own inputs may contain a time or
         # a target, which half precision would round.
-        output_dtype = None if is_cut else torch.float32
+        output_dtype = None if is_cut(model) else torch.float32
         policy = dataclasses.replace(policy, output_dtype=output_dtype, cast_forward_inputs=False)
         root = root | {"mp_policy": policy}
     fully_shard(model, **root)

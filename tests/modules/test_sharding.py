@@ -56,4 +56,4 @@ def test_a_parameter_tied_across_blocks_is_refused_with_both_names() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
     with pytest.raises(ConfigError, match=r"in block '0' and in block '1'.*model_blocks"):
-        shard_by_blocks(model, list(model), {}, {}, is_cut=False, is_part=lambda _: False)
+        shard_by_blocks(model, list(model), {}, {}, lambda _: False)

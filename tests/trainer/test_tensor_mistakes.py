@@ -93,4 +93,4 @@ def of_two_dtypes() -> nn.Module:
 
 def test_weights_that_no_block_can_hold_are_refused_by_their_names() -> None:
     with pytest.raises(ConfigError, match="norm.weight of torch.float32 and attention.phase of torch.comp"):
-        shard_by_blocks(of_two_dtypes(), [], {}, {}, is_cut=False, is_part=lambda _: False)
+        shard_by_blocks(of_two_dtypes(), [], {}, {}, lambda _: False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from dream_trainer.config.parallel_parameters import FSDPConfigMixin
-from dream_trainer.parallel.sharding import is_cut, shard_by_blocks
+from dream_trainer.parallel.sharding import shard_by_blocks
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.runtime import is_whole_in_steps
 
@@ -35,5 +35,4 @@ class FSDPMixin(AbstractTrainer):
         for model in models:
             if model in small:
                 continue
-            blocks_of_model, is_part = self.model_blocks(model), runtime.parallel.gradients.is_part
-            shard_by_blocks(model, blocks_of_model, blocks, config, is_cut=is_cut(model), is_part=is_part)
+            shard_by_blocks(model, self.model_blocks(model), blocks, config, runtime.parallel.gradients.is_part)

@@ -28,7 +28,6 @@ from dream_trainer.parallel.axes import AXES
 from dream_trainer.parallel.axis import AxisSetup, Parallelism
 from dream_trainer.parallel.joined_buffers import JoinedBuffers, make_equal
 from dream_trainer.parallel.sharding import (
-    is_cut,
     keep_recurrent_weights_in_place,
     move_what_is_whole,
     refuse_unsupported,
@@ -125,7 +124,7 @@ class SetupMixin(AbstractTrainer):
             return
         config, is_part = {"mesh": mesh} | sharding_keywords(self._runtime), self._runtime.parallel.gradients.is_part
         for model in self._runtime.registry.trainable_models():
-            shard_by_blocks(model, self.model_blocks(model), config, config, is_cut=is_cut(model), is_part=is_part)
+            shard_by_blocks(model, self.model_blocks(model), config, config, is_part)
 
     def _setup_stages(self) -> list[tuple[str, str]]:
         stages_with_reasons = [(stage.name, stage.why_here) for stage in (*CONFIGURE, *setup_stages(self._runtime))]
