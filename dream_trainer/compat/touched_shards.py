@@ -57,7 +57,7 @@ _RANDOM = {
 }  # each rank draws all numbers, as one process does
 _SHARES_MEMORY = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.share_memory_}
 _places: MutableMapping[Tensor, tuple[TouchableShards, Any, Any]] = OfTensors()
-"""For each touchable shard: the TouchableShards, PyTorch's group and its FSDPParam."""
+"""For each touchable shard, which only `add` and `_alias` make: the TouchableShards, PyTorch's group and FSDPParam."""
 
 
 class ShardValue(DTensor):
@@ -239,7 +239,7 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     args, kwargs = tree_map(_whole, (args, kwargs))
     if not torch.is_grad_enabled() and any(isinstance(value, DTensor) for value in tree_iter((args, kwargs))):
         return _of_shards(func, args, kwargs)  # of split layers
-    saved = _place(touched[0])[1]._local_gradients.saved if touched else None
+    saved = _places[touched[0]][1]._local_gradients.saved if touched else None
     if saved is None or not saved.begin():
         return func(*args, **kwargs)
     try:
@@ -248,17 +248,11 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
         saved.end()
 
 
-def _place(shard: Any) -> tuple[TouchableShards, Any, Any]:
-    place = _places.get(shard)
-    assert place is not None, "only `add` and `_alias` make touchable shards, and they note their places"
-    return place
-
-
 def _whole(value: Any) -> Any:
     if type(value) is not TouchableShard:
         return value
     shard: Any = value
-    shards, group, parameter = _place(shard)
+    shards, group, parameter = _places[shard]
     if not shards.may_be_touched:  # a tensor taken from a parameter in a step, and kept
         shard.__class__ = DTensor
         return shard
@@ -284,14 +278,14 @@ def _alias(func: Any, shard: Any) -> Any:
     """What `detach()` and `data` give: written to it is a shard, and read the whole parameter."""
     result = _as_shards(func, (shard,), {})
     result.__class__ = TouchableShard
-    _places[result] = _place(shard)
+    _places[result] = _places[shard]
     return result
 
 
 def _set_requires_grad(func: Any, args: Any, kwargs: Any) -> Any:
     shard = args[0]
     result = _as_shards(func, args, kwargs)
-    parameter = _place(shard)[2]
+    parameter = _places[shard][2]
     whole = vars(parameter).get("_unsharded_param")
     if whole is not None and shard is parameter.sharded_param:  # not what `detach` gave
         whole.requires_grad_(shard.requires_grad)
@@ -300,7 +294,7 @@ def _set_requires_grad(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _write(func: Any, shard: Any, args: Any, kwargs: Any) -> Any:
     """Writes to `shard`, the first argument: by way of the whole parameter if plain tensors are written."""
-    shards, group, parameter = _place(shard)
+    shards, group, parameter = _places[shard]
     values = list(tree_iter((args, kwargs)))
     is_plain = any(isinstance(v, Tensor) and not isinstance(v, DTensor) and v.ndim for v in values)
     has_others = any(map(_is_other_shard, values))
