@@ -267,10 +267,6 @@ def is_sharded(parameter: Tensor) -> bool:
     return is_dtensor(parameter) or bool(_stepped_as_shard.get(parameter))
 
 
-def shardable_bytes(model: nn.Module) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-
-
 def rows_of(rank: int, n_rows: int, n_ranks: int) -> tuple[int, int]:
     """First row and number of rows of a rank's part, cut as `torch.chunk` cuts."""
     most = math.ceil(n_rows / n_ranks)

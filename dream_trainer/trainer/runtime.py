@@ -21,7 +21,6 @@ from dream_trainer.loggers.records import Records
 from dream_trainer.modules.metrics import ValidationMetrics
 from dream_trainer.parallel.axis import MeshParallelism
 from dream_trainer.parallel.parallel_models import ParallelModels
-from dream_trainer.parallel.sharded_model import shardable_bytes
 from dream_trainer.trainer.coordinator import Coordinator
 from dream_trainer.trainer.counters import BestValues, Counters, Schedule, WindowState
 from dream_trainer.trainer.hooks import MixinHooks, NoRounds
@@ -158,5 +157,5 @@ def is_whole_in_steps(runtime: Runtime, model: nn.Module) -> bool:
     devices, parameters = config.device_parameters, config.fsdp_parameters
     is_plain = not any(isinstance(axis, MeshParallelism) for axis in runtime.parallel.active_axes(config))
     is_by_hand = not all(is_ours(part) for part in definers(type(runtime.hooks), "apply_fully_shard"))
-    is_small = shardable_bytes(model) < parameters.min_group_mib * 2**20
+    is_small = sum(p.numel() * p.element_size() for p in model.parameters()) < parameters.min_group_mib * 2**20
     return is_plain and not devices.cpu_offload and devices.float8 == "none" and not is_by_hand and is_small
