@@ -80,9 +80,6 @@ class TensorParallelism(MeshParallelism):
 class ContextParallelism(Parallelism):
     """Sequences divided among ranks; its mixin cuts each batch."""
 
-    def compile_options(self, config: Any, world: World | None) -> dict[str, Any]:
-        return {"dynamic": False}
-
     def compile_block(self, block: nn.Module, options: Mapping[str, Any]) -> bool:
         from dream_trainer.parallel.context_attention import compile_with_shared_attention
 
