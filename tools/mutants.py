@@ -1296,8 +1296,8 @@ MUTANTS = [
     Mutant(
         "the loss of a last stage is computed in half precision",
         "dream_trainer/parallel/pipeline.py",
-        "        if stage < self.last or dtype is None:\n",
-        "        if stage >= 0 or dtype is None:\n",
+        "        return output if stage < self.last else with_dtype(output, self.output_dtype)\n",
+        "        return output\n",
         "tests/trainer/test_pipeline_meshes.py -k half_precision",
     ),
     Mutant(

@@ -61,13 +61,14 @@ class UnseenState(FSDPState):
     def _cast_forward_inputs(self, args: Any, kwargs: Any) -> Any:
         if not self._mp_policy.cast_forward_inputs:
             return args, kwargs
-        return _with_dtype(args, self._mp_policy.param_dtype), _with_dtype(kwargs, self._mp_policy.param_dtype)
+        return with_dtype(args, self._mp_policy.param_dtype), with_dtype(kwargs, self._mp_policy.param_dtype)
 
     def _cast_output_dtype(self, output: Any) -> Any:
-        return _with_dtype(output, self._mp_policy.output_dtype)
+        return with_dtype(output, self._mp_policy.output_dtype)
 
 
-def _with_dtype(values: Any, dtype: torch.dtype | None) -> Any:
+def with_dtype(values: Any, dtype: torch.dtype | None) -> Any:
+    """Nested values with their floating-point tensors in `dtype`, if there is one."""
     if dtype is None:
         return values
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)

@@ -17,7 +17,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dream_trainer.compat.fully_shard import as_one_backward
+from dream_trainer.compat.fully_shard import as_one_backward, with_dtype
 from dream_trainer.compat.pipelining import ScheduledStage, as_tuple, new_schedule, refresh_copy
 from dream_trainer.compat.pytorch import is_dtensor, write_count
 from dream_trainer.distributed.ranks import refuse_differences
@@ -205,10 +205,8 @@ class Pipeline:
         return not any(parameter.requires_grad for model in self.whole for parameter in model.parameters())
 
     def output(self, stage: int, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        output, dtype = self.own[stage](*positional, **named), self.output_dtype
-        if stage < self.last or dtype is None:
-            return output
-        return map_tensors(lambda part: part.to(dtype) if part.is_floating_point() else part, output)
+        output = self.own[stage](*positional, **named)
+        return output if stage < self.last else with_dtype(output, self.output_dtype)
 
     def _built_for(self, inputs: Any) -> Schedule:
         key = shapes_of(inputs)
