@@ -207,20 +207,13 @@ _BY_OPERATION = torch.ops.aten.scaled_dot_product_attention
 class AttentionTakeover(TorchFunctionMode):
     """Inside, some functions of PyTorch and of this package are replaced by their handlers."""
 
-    def __init__(
-        self,
-        attention: ContextAttention,
-        further: Callable[[ContextAttention], Mapping[Callable[..., Any], Callable[..., Any]]],
-    ) -> None:
+    def __init__(self, attention: ContextAttention, further: Mapping[Any, Callable[..., Any]]) -> None:
         super().__init__()
         self.attention = attention
         self.is_in_graphs = False  # whether it is for Python code that graphs call as it is, while they are compiled
         self.compiled: dict[Any, Callable[..., Any]] = {}  # for the lengths of sequences, by whose it is
         names = (F.scaled_dot_product_attention, _BY_OPERATION, _BY_OPERATION.default)
-        self.handlers: dict[Any, Callable[..., Any]] = {
-            **further(attention),
-            **dict.fromkeys(names, attention.scaled_dot_product_attention),
-        }
+        self.handlers = {**further, **dict.fromkeys(names, attention.scaled_dot_product_attention)}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -41,7 +41,7 @@ def test_all_ranks_together_are_the_whole_and_their_gradients_too(
         attention = Known(rank, key, value, documents)
         own = attention.parts.cut(query, -2)
         attention.lengths = {own.shape[-2]}
-        with api.AttentionTakeover(attention, api.handlers):
+        with api.AttentionTakeover(attention, api.handlers(attention)):
             if is_packed:
                 mask = api.packed_attention_mask(attention.parts.cut(documents, 1))
                 part = api.packed_attention(own, *(attention.parts.cut(x, -2) for x in (key, value)), mask)

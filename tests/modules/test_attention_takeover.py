@@ -31,7 +31,8 @@ def attention_of_parts() -> GatheredAttention:
 def test_every_name_of_attention_goes_to_ours() -> None:
     q, k, v = torch.randn(3, 2, 4, PART, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
     packet = torch.ops.aten.scaled_dot_product_attention
-    with AttentionTakeover(attention_of_parts(), handlers):
+    attention = attention_of_parts()
+    with AttentionTakeover(attention, handlers(attention)):
         expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         for attend in (torch._C._nn.scaled_dot_product_attention, packet, packet.default):
             for _ in range(2):

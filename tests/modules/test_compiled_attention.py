@@ -44,7 +44,7 @@ def compiled(run: Callable[..., Any], backend: str = "eager") -> nn.Module:
 def step(*lengths: int) -> api.AttentionTakeover:
     attention = api.GatheredAttention(api.SequenceParts(0, 2, None, is_balanced=True))
     attention.lengths = set(lengths)
-    return api.AttentionTakeover(attention, api.handlers)
+    return api.AttentionTakeover(attention, api.handlers(attention))
 
 
 def attend(module: nn.Module, x: Tensor, *_: Any) -> Tensor:

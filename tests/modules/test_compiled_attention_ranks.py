@@ -85,7 +85,7 @@ def observe() -> dict[str, float]:
         x_of_rank, weight_of_rank, expected = (parts.cut(tensor, 1) for tensor in (x, weight, expected))
         run = torch.compile(lambda x, own=own: own(x) * 1, backend="eager") if name == "compiled around" else own
         few = torch._dynamo.config.patch(recompile_limit=2)  # the default is 8
-        with few, AttentionTakeover(attention, handlers):
+        with few, AttentionTakeover(attention, handlers(attention)):
             y = train(own, run, x_of_rank, weight_of_rank)
         worst = (y - expected).abs().max()
         for p, q in zip(own.parameters(), whole.parameters(), strict=True):

@@ -35,7 +35,7 @@ def heads(seed: int, count: int) -> Tensor:
 
 def step(attention: api.ContextAttention, *lengths: int) -> api.AttentionTakeover:
     attention.lengths = set(lengths)
-    return api.AttentionTakeover(attention, api.handlers)
+    return api.AttentionTakeover(attention, api.handlers(attention))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])

@@ -59,7 +59,7 @@ def observe() -> dict[str, dict[str, float]]:
         parts = SequenceParts(dist.get_rank(), 2, dist.group.WORLD, is_balanced=is_balanced)
         attention = way(parts)
         attention.lengths = {LENGTH // 2}
-        takeover = AttentionTakeover(attention, handlers)
+        takeover = AttentionTakeover(attention, handlers(attention))
         seen[way.__name__] = {}
         for name, run in (ANYWHERE | GATHERED if is_balanced else ANYWHERE).items():
             whole = [tensor.clone().requires_grad_() for tensor in inputs]

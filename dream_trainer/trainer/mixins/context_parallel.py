@@ -73,7 +73,7 @@ class ContextParallelMixin(AbstractTrainer):
         parts = SequenceParts(rank, size, group, is_balanced=not is_ulysses)
         attention = UlyssesAttention(parts) if is_ulysses else GatheredAttention(parts)
         self.__sequence_cut = SequenceCut(attention, self.world)
-        self._runtime.takeover = AttentionTakeover(attention, handlers)
+        self._runtime.takeover = AttentionTakeover(attention, handlers(attention))
 
     def _outside_forward(self) -> AbstractContextManager[None]:
         takeover = self._runtime.takeover
