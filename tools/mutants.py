@@ -217,8 +217,8 @@ MUTANTS = [
     Mutant(
         "values other than one process's are let pass",
         "dream_trainer/parallel/verify.py",
-        "        return self.error > self.rounding\n",
-        "        return self.error > 1e9\n",
+        "if miss.error > miss.rounding]\n",
+        "if miss.error > 1e9]\n",
         "tests/trainer/test_verify.py -k sees_a_part",
     ),
     Mutant(

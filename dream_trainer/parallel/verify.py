@@ -69,10 +69,6 @@ class Miss(NamedTuple):
     own: float
     whole: float  # the expected value; of a gradient both are about its root mean square
 
-    @property
-    def is_wrong(self) -> bool:
-        return self.error > self.rounding
-
 
 _UNSEEN = Miss(-1.0, 0.0, 0.0, 0.0)  # of a block that only other ranks of the pipeline have
 
@@ -402,7 +398,7 @@ class Verification:
         if not worst:
             self._cannot(name.removeprefix("self."), "it gives nothing that could be compared")
             return
-        wrong = [place for place, miss in worst.items() if miss.is_wrong]
+        wrong = [place for place, miss in worst.items() if miss.error > miss.rounding]
         if wrong and has_drawn:
             self._cannot(name.removeprefix("self."), "it draws random numbers in evaluation mode")
             return
