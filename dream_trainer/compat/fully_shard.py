@@ -384,20 +384,17 @@ class WholeGroup(DifferentiableGroup):
     @torch.no_grad()
     def settle(self) -> None:
         for parameter in self.fsdp_params:
-            self._keep(parameter)
-
-    def _keep(self, parameter: Any) -> None:
-        gathered, sharded = vars(parameter).get("_unsharded_param"), parameter.sharded_param
-        if gathered is None or gathered.grad is None:
-            return
-        _refuse_hooks(parameter)
-        grad = parameter.unsharded_grad_data.detach().to(sharded.device, sharded.dtype)
-        gathered.grad = None
-        if sharded.grad is None:
-            sharded.grad = parameter.to_sharded_dtensor(grad)
-        else:
-            local_tensor(sharded.grad).add_(grad)
-        after_accumulation([sharded])
+            gathered, sharded = vars(parameter).get("_unsharded_param"), parameter.sharded_param
+            if gathered is None or gathered.grad is None:
+                continue
+            _refuse_hooks(parameter)
+            grad = parameter.unsharded_grad_data.detach().to(sharded.device, sharded.dtype)
+            gathered.grad = None
+            if sharded.grad is None:
+                sharded.grad = parameter.to_sharded_dtensor(grad)
+            else:
+                local_tensor(sharded.grad).add_(grad)
+            after_accumulation([sharded])
 
 
 def _refuse_hooks(parameter: Any) -> None:
