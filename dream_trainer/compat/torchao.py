@@ -20,7 +20,6 @@ MULTIPLE = 16  # float8 matrix products need both sizes of a weight to be multip
 
 
 def float8_config(recipe: str, *, all_gather: bool, emulate: bool) -> Float8LinearConfig:
-    """torchao's config of a named recipe."""
     config = Float8LinearConfig.from_recipe_name(recipe)
     # Numbers of tokens may not be multiples of 16; others are not padded.
     return replace(config, enable_fsdp_float8_all_gather=all_gather, emulate=emulate, pad_inner_dim=True)

@@ -17,8 +17,6 @@ from dream_trainer.errors import HookError
 
 
 class ForwardState:
-    """As it is now, to be put back."""
-
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self._contents: list[tuple[Any, Any]] = []  # each container with its content
         for module in dict.fromkeys(module for model in models for module in model.modules()):
@@ -122,8 +120,6 @@ def as_before(*models: nn.Module) -> Iterator[None]:
 
 
 class ParameterMarks:
-    """Those of whole models."""
-
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
         # Subclasses keep their own data there, such as quantised weights.
         plain = [(name, parameter) for name, parameter in _parameters(models) if type(parameter) is nn.Parameter]

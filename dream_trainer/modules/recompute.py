@@ -182,8 +182,6 @@ class Moves:
 
 
 class BlockState:
-    """The state of a block, as it is now."""
-
     def __init__(self, block: nn.Module, given: Any, moves: Moves) -> None:
         self._moves = moves
         modules = list(block.modules())

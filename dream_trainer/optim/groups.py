@@ -72,8 +72,6 @@ class GroupParameters:
 
 @dataclass(frozen=True)
 class Placed:
-    """One trainable parameter and the properties that decide its group."""
-
     of: Described
     group: GroupParameters | None  # the first that matches
     decays: bool

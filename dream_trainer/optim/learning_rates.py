@@ -152,8 +152,6 @@ def build_schedules(
 
 
 class TokenLR(LambdaLR):
-    """A schedule with `unit="token"`."""
-
     def __init__(self, optimizer: Optimizer, factor: Callable[[int], float], now: Callable[[], int]) -> None:
         self.origin = origin = [0]  # tokens of the run before its beginning
         super().__init__(optimizer, lambda _: factor(now() - origin[0]))

@@ -26,8 +26,6 @@ from dream_trainer.parallel.sharding import local_gradient
 
 @dataclass(frozen=True)
 class Layout:
-    """A tensor's layout on the ranks."""
-
     shards: ProcessGroup | None  # ranks that hold a part of it each; None if this rank holds all of it
     dim: int  # the dimension that is cut, as `torch.chunk` cuts
     replicas: ProcessGroup | None  # ranks that hold the same part with the same gradient, bit for bit

@@ -248,8 +248,6 @@ class AttentionTakeover(TorchFunctionMode):
 
 
 class SequenceParts:
-    """The parts of sequences that the ranks of a group have."""
-
     def __init__(self, rank: int, size: int, group: ProcessGroup | None, *, is_balanced: bool) -> None:
         self.size = size
         self.n_chunks = 2 * size if is_balanced else size  # chunks of a sequence

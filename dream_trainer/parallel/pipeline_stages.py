@@ -221,11 +221,8 @@ def _has_part(name: str, names: Collection[str]) -> bool:
     return any(held.startswith(f"{name}.") for held in names)
 
 
-# -- One micro-batch without a schedule, for verification (`parallel/verify.py`).
-
-
 class Apart:
-    """One micro-batch through the stages without a schedule, there and back, to verify them."""
+    """One micro-batch through the stages without a schedule, there and back, for `parallel/verify.py`."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline, self.group = pipeline, pipeline.messages.group

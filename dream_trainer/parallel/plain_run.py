@@ -238,8 +238,6 @@ class PlainRun:
 
 
 class _WithoutHooks(nn.Module):
-    """A module without its hooks."""
-
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module, self._compute = module, module.forward

@@ -47,8 +47,6 @@ class _Parameter:
 
 
 class ShardedModel:
-    """Cuts the parameters of a model over ranks, and makes them whole in steps."""
-
     def __init__(self, model: nn.Module, mesh: DeviceMesh, check: Callable[[], object], own_time: OwnTime) -> None:
         self._model = model
         self._check, self._own_time = check, own_time

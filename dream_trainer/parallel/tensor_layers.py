@@ -103,8 +103,6 @@ def undeclared_dropouts(models: Mapping[str, nn.Module]) -> list[str]:
 
 
 class EqualParts:
-    """Compares the inputs of split modules between tensor-parallel ranks."""
-
     def __init__(self, models: Mapping[str, nn.Module], world: World) -> None:
         assert world.mesh is not None  # several ranks share layers
         self._group, self._size, self._device = world.mesh["tp"].get_group(), world.mesh["tp"].size(), world.device
