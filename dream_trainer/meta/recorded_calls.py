@@ -36,19 +36,9 @@ class Ref:
             return plain.conj() if self.is_conj else plain
 
 
-@dataclass(frozen=True, slots=True)
-class GeneratorState:
-    """A user's generator as it was when it was handed to a recorded call."""
-
-    state: Tensor
-
-    def generator(self) -> torch.Generator:
-        return torch.Generator().set_state(self.state)
-
-
 @dataclass(slots=True)
 class Op:
-    """One recorded call, its tensors replaced by `Ref` (recorded ones) or clones (real ones)."""
+    """One recorded call, its tensors replaced by `Ref` (recorded ones) or clones (real ones), generators by clones."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
@@ -188,7 +178,7 @@ class RecordedCalls:
                 if leaf.storage not in live:
                     live[leaf.storage] = torch.UntypedStorage(self.storages[leaf.storage].meta.nbytes())
                 return leaf.view(live[leaf.storage])
-            return leaf.generator() if isinstance(leaf, GeneratorState) else leaf
+            return leaf.clone_state() if isinstance(leaf, torch.Generator) else leaf
 
         torch.set_default_dtype(op.default_dtype)
         # The generator takes 32 bits. Counting up from a hashed start, no two draws of a model share a seed.

@@ -38,7 +38,7 @@ from dream_trainer.meta.functions import (
     targets,
     tensor_leaves,
 )
-from dream_trainer.meta.recorded_calls import GeneratorState, Op, RecordedCalls, Ref
+from dream_trainer.meta.recorded_calls import Op, RecordedCalls, Ref
 
 
 class Tape:
@@ -274,7 +274,7 @@ class Recorder(TorchFunctionMode):
     def _with_generators(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Replaces a user's generator by its state, and advances it as the call would have."""
+        """Replaces a user's generator by a clone, and advances it as the call would have."""
         if any(isinstance(value, torch.Generator) for value in args):
             raise InitError(f"torch.{name_of(func)} got a generator by position. Pass it as `generator=`.")
         generator = kwargs.get("generator")
@@ -285,10 +285,10 @@ class Recorder(TorchFunctionMode):
                 f"generator= is on {generator.device}, and initial weights are drawn on the CPU. "
                 "Use torch.Generator() so that every device gets the same bits."
             )
-        state = GeneratorState(generator.get_state())
+        clone = generator.clone_state()
         with torch.no_grad():
             func(*map_leaves(self._real, args), **map_leaves(self._real, kwargs))
-        return {**kwargs, "generator": state}
+        return {**kwargs, "generator": clone}
 
     def _append(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, writes: list[Tensor]
