@@ -2109,7 +2109,7 @@ MUTANTS = [
     Mutant(
         "a host that is silent in its setup is taken for lost as in training",
         "dream_trainer/distributed/heartbeat.py",
-        "(1.0 if self._is_training else LIMITS_OF_A_SETUP)",
+        "(1.0 if self.is_training else LIMITS_OF_A_SETUP)",
         "1.0",
         "tests/distributed/test_heartbeat.py -k silent_for_longer",
     ),

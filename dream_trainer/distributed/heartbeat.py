@@ -20,7 +20,7 @@ from dream_trainer.distributed.failure import (
     is_stopped,
     tell_failure,
 )
-from dream_trainer.distributed.hosts import HostPlace, Watch, host_key, host_name
+from dream_trainer.distributed.hosts import HostPlace, host_key, host_name
 
 BEATS = 5  # beats within the limit
 LONGEST_BEAT_SECONDS = 2.0
@@ -29,17 +29,17 @@ JOIN_SECONDS = 3.0
 
 
 @dataclass(eq=False)
-class Heartbeat(Watch):
+class Heartbeat:
     """One rank's side of the heartbeat, from launch until the world is closed."""
 
     store: Store
     store_of_main: Store
     place: HostPlace
     limit_seconds: float
+    where: Callable[[], str] = lambda: "launch"  # training's position; called from a thread
+    is_training: bool = False  # whether the first step is done: a host is late sooner then
 
     def __post_init__(self) -> None:
-        self._where: Callable[[], str] = lambda: "launch"
-        self._is_training = False
         self._period = min(LONGEST_BEAT_SECONDS, self.limit_seconds / BEATS)
         self._answered = time.monotonic()
         self._processes: dict[int, int] = {}
@@ -54,13 +54,8 @@ class Heartbeat(Watch):
             thread.start()
         return self
 
-    def set_up(self, where: Callable[[], str]) -> None:
-        self._where, self._is_training = where, False
-
-    def first_step_is_done(self) -> None:
-        self._is_training = True
-
     def close(self) -> None:
+        """Ends it, and tells the others to ignore this host's silence from now on. Safe to call twice."""
         if self._closing.is_set():
             return
         with suppress(RuntimeError):  # the store has left with its rank
@@ -85,7 +80,7 @@ class Heartbeat(Watch):
                 self._answered = now = time.monotonic()
                 if beats != seen or has_left:
                     seen, since = beats, now
-                elif now - since > self.limit_seconds * (1.0 if self._is_training else LIMITS_OF_A_SETUP):
+                elif now - since > self.limit_seconds * (1.0 if self.is_training else LIMITS_OF_A_SETUP):
                     self._end_all(self._lost(next_host, now - since))
                 stopped = self._look_at_neighbours(stopped, now)
             except RuntimeError:  # the store is gone with its rank; ranks that talk to it fail by themselves
@@ -95,7 +90,7 @@ class Heartbeat(Watch):
         # A host that has met the others, as messages name it
         name = host_name(number, str(json.loads(self.store.get(host_key(self.place, number)))["name"]))
         return (
-            f"{name} has not been heard of for {seconds:.0f} s, at {self._where()}: it is down, frozen, or cut off "
+            f"{name} has not been heard of for {seconds:.0f} s, at {self.where()}: it is down, frozen, or cut off "
             "from the network"
         )
 
@@ -107,7 +102,7 @@ class Heartbeat(Watch):
             if now - since > self.limit_seconds:
                 self._end_all(
                     f"the process of rank {rank} on {self.place.name} has been stopped for {now - since:.0f} s "
-                    f"(SIGSTOP), at {self._where()}"
+                    f"(SIGSTOP), at {self.where()}"
                 )
         return stopped
 
@@ -132,7 +127,7 @@ class Heartbeat(Watch):
                 address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
                 self._end(
                     f"the job's store at {address} has not answered {self.place.name} for {silent:.0f} s, at "
-                    f"{self._where()}: the host that keeps it is down or frozen, or this one is cut off",
+                    f"{self.where()}: the host that keeps it is down or frozen, or this one is cut off",
                     first=self.place.ranks.start,
                 )
 

@@ -13,7 +13,6 @@ import socket
 import struct
 import sys
 import sysconfig
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -42,19 +41,6 @@ class HostPlace(NamedTuple):
     @property
     def name(self) -> str:
         return host_name(self.number, socket.gethostname())
-
-
-class Watch:
-    """What hears of a lost host while a job runs, from launch until the world is closed: nothing, of a single host."""
-
-    def set_up(self, where: Callable[[], str]) -> None:
-        """A trainer is set up, and may compile and load: `where`, called from a thread, gives training's position."""
-
-    def first_step_is_done(self) -> None:
-        """From now on a host is late sooner."""
-
-    def close(self) -> None:
-        """Ends it, and tells the others to ignore this host's silence from now on. Safe to call twice."""
 
 
 def host_name(number: int, name: str) -> str:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -41,9 +41,12 @@ from dream_trainer.config.device_parameters import (
 )
 from dream_trainer.distributed import job_store
 from dream_trainer.distributed.failure import announce, end_job, leave_lost_job
-from dream_trainer.distributed.hosts import Watch, host_name, meet_hosts, place_among_hosts
+from dream_trainer.distributed.hosts import host_name, meet_hosts, place_among_hosts
 from dream_trainer.distributed.ranks import Ranks, refuse_differences
 from dream_trainer.errors import ConfigError, StepError
+
+if TYPE_CHECKING:
+    from dream_trainer.distributed.heartbeat import Heartbeat
 
 MESH_DIMS = MeshShape._fields
 
@@ -54,7 +57,7 @@ class _Launches:
     count = 0  # so far
     are_open = 0  # those that use the default process group
     own_group = False  # whether they made it
-    watch = Watch()
+    heartbeat: Heartbeat | None = None  # of several hosts
 
 
 _launches = _Launches()
@@ -266,7 +269,7 @@ class World(Ranks):
             if limit is not None and own is not None:
                 from dream_trainer.distributed.heartbeat import Heartbeat
 
-                _launches.watch = Heartbeat(own, job, place, limit_seconds=limit).start()
+                _launches.heartbeat = Heartbeat(own, job, place, limit_seconds=limit).start()
         dist.init_process_group(
             backend,
             store=store,
@@ -281,7 +284,8 @@ class World(Ranks):
 
     def tell_where(self, where: Callable[[], str]) -> None:
         """Adds the position of training to the message about a lost host; `where` is called from a thread."""
-        _launches.watch.set_up(where)
+        if _launches.heartbeat is not None:
+            _launches.heartbeat.where, _launches.heartbeat.is_training = where, False
 
     def __repr__(self) -> str:
         mesh = ", ".join(f"{name}={size}" for name, size in self.mesh_shape._asdict().items())
@@ -290,7 +294,8 @@ class World(Ranks):
     def first_step_is_done(self) -> None:
         """Shortens the groups' time-outs: compiling and loading are over, so a late rank is a lost rank."""
         self._set_time_outs(self._parameters.step_timeout_seconds)
-        _launches.watch.first_step_is_done()
+        if _launches.heartbeat is not None:
+            _launches.heartbeat.is_training = True
 
     def _set_time_outs(self, seconds: float) -> None:
         """How long collectives may take from now on, in every group; those of a mesh are made with torch's default."""
@@ -391,8 +396,9 @@ class World(Ranks):
             if not have_all and timeout_seconds is not None:
                 raise RuntimeError(said)
             dist.barrier(group=self.cpu_group)
-            _launches.watch.close()
-            _launches.watch = Watch()
+            if _launches.heartbeat is not None:
+                _launches.heartbeat.close()
+                _launches.heartbeat = None
             dist.destroy_process_group()
             _launches.own_group = False
             self.cpu_group = self.data_group = self.step_group = self.across_workers = None
