@@ -15,6 +15,7 @@ from textwrap import shorten
 from typing import NoReturn
 
 from dream_trainer.compat.pytorch import Store
+from dream_trainer.distributed.job_store import job_store
 
 PACKAGE = Path(__file__).parent.parent
 LATER_SECONDS = 0.5  # how much later the other ranks leave, so that torchrun takes the one that failed for the cause
@@ -34,8 +35,9 @@ def end_job(exc: BaseException, store: Store | None, *, rank: int, world_size: i
     os._exit(1)
 
 
-def leave_lost_job(store: Store | None, rank: int) -> None:
+def leave_lost_job() -> None:
     """Ends this process with status 1 if a rank of its job has said that it failed; for a signal handler."""
+    store = job_store()
     if store is None:
         return
     try:
@@ -46,7 +48,7 @@ def leave_lost_job(store: Store | None, rank: int) -> None:
         why = "because the process that hosted the job's store is gone"
     with contextlib.suppress(RuntimeError):  # this rank was writing a line itself
         if not _told:
-            sys.stderr.write(f"[rank {rank}] stops {why}.\n")
+            sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] stops {why}.\n")
         sys.stderr.flush()
         sys.stdout.flush()
     os._exit(1)

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from dream_trainer.compat.pytorch import Store
+from dream_trainer.distributed.failure import leave_lost_job
 from dream_trainer.distributed.pulse import Requests
 from dream_trainer.screen import show
 
@@ -73,9 +74,8 @@ class Interrupted(BaseException):
 class Signals:
     """SIGTERM, SIGHUP, SIGINT and SIGUSR1 received by this process. The pulse tells the other ranks."""
 
-    def __init__(self, requests: Requests, leave_lost_job: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, requests: Requests) -> None:
         self.requests = requests
-        self._leave_lost_job = leave_lost_job
         self._pid = os.getpid()
         self._answer: Callable[[], bool] | None = None
         self._waits_since: float | None = None
@@ -149,7 +149,7 @@ class Signals:
                 os.kill(os.getpid(), number)
             return
         if number in TERMINATING:
-            self._leave_lost_job()
+            leave_lost_job()
             self.requests.terminated = True
             self.requests.hung_up = number == signal.SIGHUP
         elif number == signal.SIGINT:

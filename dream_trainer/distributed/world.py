@@ -40,7 +40,7 @@ from dream_trainer.config.device_parameters import (
     resolve_mesh,
 )
 from dream_trainer.distributed import job_store
-from dream_trainer.distributed.failure import announce, end_job, leave_lost_job
+from dream_trainer.distributed.failure import announce, end_job
 from dream_trainer.distributed.hosts import host_name, meet_hosts, place_among_hosts
 from dream_trainer.distributed.ranks import Ranks, refuse_differences
 from dream_trainer.errors import ConfigError, StepError
@@ -345,10 +345,6 @@ class World(Ranks):
         group = self._make_cpu_group(timedelta(seconds=self._parameters.start_timeout_seconds))
         copies = {"data_copies": self.data_copies, "sample_copies": self.sample_copies, "stages": self.stages}
         return Ranks(self.rank, self.world_size, group, **copies)
-
-    def leave_lost_job(self) -> None:
-        """Ends this process with status 1 if a rank of this job has said that it failed; does not wait."""
-        leave_lost_job(job_store.job_store(), self.rank)
 
     # -- ends
 

@@ -24,17 +24,12 @@ class Coordinator:
 
     def __init__(self, schedule: Schedule, progress: Counters) -> None:
         self._schedule, self._progress = schedule, progress
-        self.world: World | None = None
         self.requests = Requests()  # the requests made on this rank, to save or to stop
-        self.signals = Signals(self.requests, self._leave_lost_job)  # the signals this process gets
+        self.signals = Signals(self.requests)  # the signals this process gets
         self.trains = self.stopped = False
         self.stopped_because: str | None = None
         self.ended_by: signal.Signals | None = None  # the signal that stops training, if any
         self.exchanges = 0  # number of exchanges so far; grows as long as the run continues
-
-    def _leave_lost_job(self) -> None:
-        if self.world is not None:
-            self.world.leave_lost_job()
 
     def begin(self, world: World, saver: Saving, gradients: GradientState, timed: Sequence[Timed]) -> None:
         self._world, self._saver, self._gradients = world, saver, gradients

@@ -210,7 +210,7 @@ def launch(runtime: Runtime) -> None:
     if world_size > 1 and choose_device(device, local_rank).type == "cuda":
         enable_flight_recorder(runtime.run_dir / "flight_recorder")
     world = runtime.hooks._join_world(runtime.config.device_parameters, runtime.workers)
-    runtime.launched = runtime.coordinator.world = world
+    runtime.launched = world
     if world.world_size > 1 and not cls._keeps_ranks_equal:
         raise ConfigError(
             f"{cls.__name__} runs on {world.world_size} ranks, but nothing in it keeps them equal. "
