@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from dream_trainer.compat.pytorch import Store
 from dream_trainer.distributed.job_store import job_store
+from dream_trainer.users_code import is_own
 
 PACKAGE = Path(__file__).parent.parent
 LATER_SECONDS = 0.5  # how much later the other ranks leave, so that torchrun takes the one that failed for the cause
@@ -82,15 +83,14 @@ def describe(exc: BaseException) -> str:
     """Describes an exception: itself, the place in the user's code, and the calls from there on."""
     lines = [f"{type(exc).__name__}: {exc}"]
     frames = traceback.extract_tb(exc.__traceback__)
-    outside_package = [index for index, frame in enumerate(frames) if not Path(frame.filename).is_relative_to(PACKAGE)]
-    users = [index for index in outside_package if "site-packages" not in frames[index].filename]
+    users = [frame for frame in frames if is_own(frame.filename)]
     if users:
-        place = frames[users[-1]]
+        place = users[-1]
         lines.append(f"  in {place.name}, {place.filename}:{place.lineno}: {place.line}")
     report = traceback.TracebackException.from_exception(exc)
-    if outside_package and outside_package[0] > 0:
-        # The calls from fit() down to the user's step are the same for every mistake.
-        report.stack = traceback.StackSummary.from_list(list(report.stack)[outside_package[0] :])
+    # The calls from fit() down to the user's step are the same for every mistake.
+    outside_package = (index for index, frame in enumerate(frames) if not Path(frame.filename).is_relative_to(PACKAGE))
+    report.stack = traceback.StackSummary.from_list(report.stack[next(outside_package, 0) :])
     return "\n".join(lines) + "\n" + "".join(report.format())
 
 

@@ -12,7 +12,6 @@ import platform
 import socket
 import struct
 import sys
-import sysconfig
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +23,7 @@ from dream_trainer.compat.pytorch import Store
 from dream_trainer.distributed.failure import PACKAGE
 from dream_trainer.distributed.job_store import all_arrive
 from dream_trainer.errors import ConfigError, RanksDifferError
+from dream_trainer.users_code import is_own
 from dream_trainer.version import __version__
 
 _HEARD_SECONDS = 5.0  # how long ranks stay after a refusal, so that every one reads why
@@ -237,12 +237,10 @@ def _spelled(addresses: dict[str, list[str]]) -> str:
 
 def own_code() -> dict[str, tuple[Path, str]]:
     """Files by module, with digests, without this package, the standard library and installed packages."""
-    installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    elsewhere = tuple(place + os.sep for place in (*installed, str(PACKAGE)))
     found = {}
     for name, module in list(sys.modules.items()):
         path = str(vars(module).get("__file__") or "") if module is not None else ""
-        if not path.endswith(".py") or path.startswith(elsewhere):
+        if not path.endswith(".py") or not is_own(path):
             continue
         try:
             found[name] = (Path(path), digest_of_code(Path(path).read_bytes()))
