@@ -128,10 +128,6 @@ def host_key(place: HostPlace, what: int | str) -> str:
     return f"{place.meeting}/hosts/{what}"
 
 
-# The interfaces to take: of gloo, which agreement and the CPU use everywhere, and of NCCL.
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-
-
 # -- The address where other hosts reach this one: found, or refused, before a process group waits for it in vain.
 #
 # Gloo takes the address of `GLOO_SOCKET_IFNAME`. Without it, it takes the one that this host's name resolves to, which
@@ -143,7 +139,7 @@ def take_reachable_interface(master_address: str, master_port: int) -> None:
     if not sys.platform.startswith("linux"):
         return
     addresses = interface_addresses()
-    for variable in _INTERFACES:
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         _refuse_unreachable(variable, addresses, master_address, master_port)
     if "GLOO_SOCKET_IFNAME" in os.environ or not _is_loopback(_address_of_own_name()):
         return
