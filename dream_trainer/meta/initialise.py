@@ -108,11 +108,11 @@ def _reached(
         if id(value) not in known and any(t.is_meta for t in (*value.parameters(), *value.buffers())):
             yield name, value
         return
-    for child_name, child in _children(name, value):
+    for child_name, child in children_of(name, value):
         yield from _reached(child_name, child, known, seen)
 
 
-def _children(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def children_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, list | tuple | set | frozenset):
         yield from ((f"{name}[{index}]", child) for index, child in enumerate(value))
     elif isinstance(value, dict):

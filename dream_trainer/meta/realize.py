@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dream_trainer.compat.pytorch import is_dtensor, keep_hooks, local_tensor, second_lists
 from dream_trainer.errors import InitError
+from dream_trainer.meta.initialise import children_of
 from dream_trainer.meta.recorded_calls import Ref
 from dream_trainer.meta.tape import Tape
 
@@ -242,12 +243,9 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _nested(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield name, value
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _nested(f"{name}[{index}]", item)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _nested(f"{name}[{key!r}]", item)
+    elif isinstance(value, list | tuple | dict):
+        for child_name, child in children_of(name, value):
+            yield from _nested(child_name, child)
 
 
 def plain_name(fqn: str) -> str:
