@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import random
 import struct
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -28,15 +28,15 @@ def hash_seed(purpose: bytes, *numbers: int) -> int:
 
 
 def seed_cpu(seed: int, generators: Collection[str] = GENERATORS) -> None:
-    """Seeds the global CPU generators of torch (1 us), python (6 us) and, if this process imported it, numpy (2 us)."""
+    """Seeds the global CPU generators of torch (1 us), python (6 us) and numpy (2 us)."""
     if "torch" in generators:
         # torch.manual_seed takes 87 us, because it seeds every device, and keeps each seed with a stack of calls for
         # those that are not in use yet.
         torch.default_generator.manual_seed(seed & 0xFFFF_FFFF)
     if "python" in generators:
         random.seed(seed)
-    if "numpy" in generators and (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed >> 32)
+    if "numpy" in generators:
+        np.random.seed(seed >> 32)
 
 
 def seed_device(seed: int, device: torch.device) -> None:
@@ -55,9 +55,8 @@ def _next_of_python() -> int:
     return random.getrandbits(128)
 
 
-def _next_of_numpy() -> list[int] | None:
-    numpy = sys.modules.get("numpy")
-    return None if numpy is None else numpy.random.get_bit_generator().random_raw(4).tolist()
+def _next_of_numpy() -> bytes:
+    return np.random.get_bit_generator().random_raw(4).tobytes()
 
 
 class WatchedSeeds:
@@ -84,7 +83,7 @@ class WatchedSeeds:
         return {name for name in generators if moved[name]()}
 
 
-States = tuple[Tensor, Any, Any]  # of torch, of python, and numpy's generator, or None without numpy
+States = tuple[Tensor, Any, Any]  # of torch, of python, and numpy's generator
 
 
 class Outside:
@@ -105,19 +104,10 @@ _stand_ins: list[Any] = []
 def undisturbed_cpu_state() -> tuple[Tensor, Any, Any]:
     """The states of torch's, python's and numpy's generators as they are outside `preserved_random_state`."""
     if outside.states is None:
-        numpy = sys.modules.get("numpy")
-        return (
-            torch.default_generator.get_state(),
-            random.getstate(),
-            None if numpy is None else numpy.random.get_state(legacy=False),
-        )
+        return torch.default_generator.get_state(), random.getstate(), np.random.get_state(legacy=False)
     of_torch, of_python, numpy_generator = outside.states
     # A generator that was taken out has lost the second half of a pair of normal numbers, if it held one.
-    return (
-        of_torch,
-        of_python,
-        None if numpy_generator is None else numpy_generator.state | {"has_gauss": 0, "gauss": 0.0},
-    )
+    return of_torch, of_python, numpy_generator.state | {"has_gauss": 0, "gauss": 0.0}
 
 
 class preserved_random_state(AbstractContextManager[None]):
@@ -130,17 +120,14 @@ class preserved_random_state(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self._is_outermost, self._depth = outside.states is None, outside.depth
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and len(_stand_ins) <= self._depth:
-            _stand_ins.append(numpy.random.MT19937(len(_stand_ins)))
-        numpy_generator = None if numpy is None else numpy.random.get_bit_generator()
-        self._state = state = torch.default_generator.get_state(), random.getstate(), numpy_generator
+        if len(_stand_ins) <= self._depth:
+            _stand_ins.append(np.random.MT19937(len(_stand_ins)))
+        self._state = state = torch.default_generator.get_state(), random.getstate(), np.random.get_bit_generator()
         self._device_state = None if self._on_device is None else self._on_device.get_state()
         try:
             if self._is_outermost:
                 outside.states = state
-            if numpy is not None:
-                numpy.random.set_bit_generator(_stand_ins[self._depth])
+            np.random.set_bit_generator(_stand_ins[self._depth])
             outside.depth += 1
         except BaseException:  # a signal that ends a wait for data may come just here
             self.__exit__()
@@ -161,8 +148,7 @@ class preserved_random_state(AbstractContextManager[None]):
         of_torch, of_python, numpy_generator = self._state
         torch.default_generator.set_state(of_torch)
         random.setstate(of_python)
-        if numpy_generator is not None:
-            sys.modules["numpy"].random.set_bit_generator(numpy_generator)
+        np.random.set_bit_generator(numpy_generator)
         if self._on_device is not None and self._device_state is not None:
             self._on_device.set_state(self._device_state)
 
@@ -181,11 +167,9 @@ _PREFIX = "random."
 
 def random_state(device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The global generators' states for typed JSON, and as named byte tensors, read without drawing."""
-    import numpy as np
-
     torch_state, python_state, numpy_state = undisturbed_cpu_state()
     tensors = {f"{_PREFIX}{kind}": generator.get_state() for kind, generator in _generators(device).items()}
-    state = {"python": python_state, "numpy": numpy_state or np.random.get_state(legacy=False)}
+    state = {"python": python_state, "numpy": numpy_state}
     return state, tensors | {f"{_PREFIX}cpu": torch_state}
 
 
@@ -198,8 +182,6 @@ def set_random_state(state: Mapping[str, Any], tensors: Mapping[str, Tensor], de
             f"The random states are of {sorted(saved)}, and this rank draws on {sorted(generators)}. "
             "Resume on the same kind of device, or reseed."
         )
-    import numpy as np
-
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     for kind, generator in generators.items():
