@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 TERMINATING = (signal.SIGTERM, signal.SIGHUP)  # save and end the run; a closed terminal or ssh session sends the second
 
-STOPPING = (*TERMINATING, signal.SIGINT)  # those, and Ctrl-C; SIGUSR1 saves and continues
+_HANDLED = (*TERMINATING, signal.SIGINT, signal.SIGUSR1)  # those, Ctrl-C, and a request to save and continue
 
 
 # Longer than a job takes to save after a signal, shorter than torchrun waits for it to end.
@@ -92,7 +92,7 @@ class Signals:
             yield
             return
         self._pid = os.getpid()
-        numbers = [*STOPPING, signal.SIGUSR1]
+        numbers = [*_HANDLED]
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup: the run outlives its terminal
             numbers.remove(signal.SIGHUP)
         before = self._before = {number: signal.signal(number, self._handle) for number in numbers}
@@ -199,7 +199,6 @@ def may_be_restarted() -> bool:
 LOOK_SECONDS = 0.5  # a wait for data that is longer looks into the store, each time this long has passed
 
 JOIN_SECONDS = 5.0
-_RELAYED = (*STOPPING, signal.SIGUSR1)
 _CLOSE = 0  # no signal has this number
 
 
@@ -236,11 +235,11 @@ def _relay(signals: Signals, store: Store, reader: int) -> None:
                 numbers = set(os.read(reader, 64))
                 if _CLOSE in numbers:
                     return
-                for number in numbers & {*_RELAYED} - sent_by_us:
+                for number in numbers & {*_HANDLED} - sent_by_us:
                     counts[number] = store.add(_key(number), 1)
                 sent_by_us -= numbers
             elif signals.waits_for() > LOOK_SECONDS:
-                for number in () if signals.requests.ends_by_signal else _RELAYED:
+                for number in () if signals.requests.ends_by_signal else _HANDLED:
                     before, counts[number] = counts.get(number, 0), store.add(_key(number), 0)
                     if counts[number] == before:
                         continue
