@@ -204,7 +204,8 @@ class RunLog:
             self.land()
 
     def fit_ended(self, step: int) -> None:
-        """After `land`: writes what the last events logged, unless a resumed run will; a collective."""
+        """Writes the rest, also what the last events logged unless a resumed run will; a collective."""
+        self.land()
         if not self._pending_is_saved(step):
             self.training.decide()
             self._write(self.training.metrics.reduce(self._world), self.stamp())
@@ -342,7 +343,6 @@ class RunLog:
         """Writes the rest, unless a resumed run will write it, and closes the loggers."""
         with followed_by(self._close_loggers):
             if has_trained:
-                self.land()
                 self.fit_ended(step)
 
     def _close_loggers(self) -> None:

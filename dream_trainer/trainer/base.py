@@ -280,7 +280,6 @@ class BaseTrainer(AbstractTrainer):
             self._notify("on_interrupt")
         self._notify("post_fit")
         if runtime.log is not None:
-            runtime.log.land()
             runtime.log.fit_ended(self.global_step)
 
     def _train_epoch(self) -> None:
