@@ -200,13 +200,10 @@ def from_main_rank(world: Ranks, task: str, function: Callable[[], T]) -> T:
 # -- Facts that must be equal on all ranks, compared before the run trains something wrong or hangs.
 
 
-_ABSENT = "none"
-
-
 def refuse_differences(ranks: Ranks, facts: Mapping[str, Any], advice: str, *, among: int = 0) -> None:
     """Raises RanksDifferError on every rank if facts differ; a collective, of digests first."""
     for of_group in differing_facts(ranks, facts, among=among):
-        refuse(told_differences(of_group), advice)
+        refuse_unlike(of_group, advice)
 
 
 def differing_facts(ranks: Ranks, facts: Mapping[str, Any], *, among: int = 0) -> list[dict[int, dict[str, str]]]:
@@ -227,14 +224,11 @@ def differing_facts(ranks: Ranks, facts: Mapping[str, Any], *, among: int = 0) -
     ]
 
 
-def told_differences(every: Mapping[int, Mapping[str, str]]) -> list[str]:
-    """For each name whose value differs, the name and each value with its ranks; `every` is by rank."""
+def refuse_unlike(every: Mapping[int, Mapping[str, str]], advice: str) -> None:
+    """Raises RanksDifferError if facts differ, which `every` has by rank; it names each value and its ranks."""
     names = dict.fromkeys(name for facts in every.values() for name in facts)
-    by_name = {name: {rank: facts.get(name, _ABSENT) for rank, facts in every.items()} for name in names}
-    return [f"{name} ({_spelled(values)})" for name, values in by_name.items() if len(set(values.values())) > 1]
-
-
-def refuse(differences: Sequence[str], advice: str) -> None:
+    by_name = {name: {rank: facts.get(name, "none") for rank, facts in every.items()} for name in names}
+    differences = [f"{name} ({_spelled(values)})" for name, values in by_name.items() if len(set(values.values())) > 1]
     if differences:
         raise RanksDifferError(
             f"not the same on all ranks, though the run takes it for that: {listed(differences, 5)}. {advice}"

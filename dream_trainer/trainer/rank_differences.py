@@ -13,7 +13,7 @@ from torch import Tensor
 from dream_trainer.checks import listed
 from dream_trainer.data.loader import ShardReader, loader_batch_size, training_loaders
 from dream_trainer.data.probe import Summary, differing, probed
-from dream_trainer.distributed.ranks import Ranks, plain_facts, refuse, refuse_differences, told_differences
+from dream_trainer.distributed.ranks import Ranks, plain_facts, refuse_differences, refuse_unlike
 from dream_trainer.errors import RanksDifferError
 from dream_trainer.trainer.runtime import Runtime
 
@@ -82,8 +82,8 @@ def agree_on_data(runtime: Runtime) -> int | None:
     )
     known = {name: reader for name, reader in readers.items() if reader is not None}
     data_of_ranks = world.all_gather_object((_data_facts(runtime, readers), stream.steps_per_epoch, probed(known)))
-    refuse(
-        told_differences({rank: facts for rank, (facts, _, _) in enumerate(data_of_ranks)}),
+    refuse_unlike(
+        {rank: facts for rank, (facts, _, _) in enumerate(data_of_ranks)},
         "The trainer deals one dataset to all ranks: give each the whole of it, with the same options. If it was "
         "already split by rank, wrap a loader over this rank's part in PerRankLoader.",
     )
@@ -183,8 +183,8 @@ def agreed_metrics(world: Ranks, metrics: dict[str, float]) -> dict[str, float]:
     apart = [name for name in names if not all(_is_close(first.get(name), other.get(name)) for other in others)]
     if apart:
         spelled = [{name: repr(value) for name, value in of_rank.items() if name in apart} for of_rank in of_ranks]
-        refuse(
-            told_differences(dict(enumerate(spelled))),
+        refuse_unlike(
+            dict(enumerate(spelled)),
             "A validation's values decide on all ranks at once. Have the metric compute over the samples of all ranks: "
             "keep what it counts in states of add_state(..., dist_reduce_fx=...) and leave sync_on_compute at True.",
         )
