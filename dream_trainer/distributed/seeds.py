@@ -51,23 +51,21 @@ def seed_everything(seed: int) -> None:
     seed_cpu(seed)
 
 
-def _next_of_python() -> int:
-    return random.getrandbits(128)
-
-
-def _next_of_numpy() -> bytes:
-    return np.random.get_bit_generator().random_raw(4).tobytes()
+# Where a generator is: torch's state, and the next 128 bits of the others, whose states take ten times longer to read.
+_MARKS: dict[str, Callable[[], object]] = {
+    "torch": lambda: torch.default_generator.get_state().numpy().tobytes(),
+    "python": lambda: random.getrandbits(128),
+    "numpy": lambda: np.random.get_bit_generator().random_raw(4).tobytes(),
+}
 
 
 class WatchedSeeds:
-    """Seeds the global CPU generators, and detects which of them are drawn from afterwards: torch's by its state, the
-    others' by their next 128 bits, since reading their states takes ten times longer."""
+    """Seeds the global CPU generators, and detects which of them are drawn from afterwards."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         seed_cpu(seed)
-        self._torch_state = torch.default_generator.get_state().numpy().tobytes()
-        self._python_next, self._numpy_next = _next_of_python(), _next_of_numpy()
+        self._marks = {name: mark() for name, mark in _MARKS.items()}
         seed_cpu(seed, ("python", "numpy"))
 
     def seed(self, generators: Collection[str]) -> None:
@@ -75,12 +73,7 @@ class WatchedSeeds:
 
     def drawn(self, generators: Collection[str] = GENERATORS) -> set[str]:
         """Which of `generators` were drawn from or seeded since; draws from most."""
-        moved: dict[str, Callable[[], bool]] = {
-            "torch": lambda: torch.default_generator.get_state().numpy().tobytes() != self._torch_state,
-            "python": lambda: _next_of_python() != self._python_next,
-            "numpy": lambda: _next_of_numpy() != self._numpy_next,
-        }
-        return {name for name in generators if moved[name]()}
+        return {name for name in generators if _MARKS[name]() != self._marks[name]}
 
 
 States = tuple[Tensor, Any, Any]  # of torch, of python, and numpy's generator
