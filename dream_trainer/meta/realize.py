@@ -62,7 +62,7 @@ class Replay:
         for place in group:
             full = place.note.ref.view(storage)
             if place.part is not None:
-                _cut(full, place.part)
+                fill(place.part, full)
                 put(place, place.part)
             elif shared is not None:
                 put(place, place.note.ref.view(shared))
@@ -186,22 +186,17 @@ def _check(place: MetaPlace, full: Tensor, used_uninitialised: bool, tape: Tape)
         )
 
 
-def _cut(full: Tensor, part: Any) -> None:
-    """Copies this rank's part of `full` into the DTensor `part`, whatever its mesh and placements."""
-    from torch.distributed.tensor import distribute_tensor
-
-    on_mesh = full.to(part.device_mesh.device_type)
-    cut = distribute_tensor(on_mesh, part.device_mesh, part.placements, src_data_rank=None)
-    local_tensor(part).copy_(local_tensor(cut))
-
-
 @torch.no_grad()
 def fill(tensor: Tensor, full: Tensor) -> None:
-    """Gives a tensor, sharded or not, its part of the values of `full`, which every rank has in whole."""
-    if is_dtensor(tensor):
-        _cut(full.to(tensor.dtype), tensor)
-    else:
+    """Gives a tensor, however it is sharded, its part of the values of `full`, which every rank has in whole."""
+    if not is_dtensor(tensor):
         tensor.copy_(full)
+        return
+    from torch.distributed.tensor import distribute_tensor
+
+    on_mesh = full.to(tensor.device_mesh.device_type, tensor.dtype)
+    cut = distribute_tensor(on_mesh, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    local_tensor(tensor).copy_(local_tensor(cut))
 
 
 def put(place: MetaPlace, real: Tensor) -> None:
