@@ -4,8 +4,7 @@ ranks."""
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Annotated, Any, ClassVar
@@ -22,9 +21,9 @@ from dream_trainer.checks import check_names, check_pattern
 from dream_trainer.compat.compiler import is_compiled, never_compiled
 from dream_trainer.compat.pytorch import in_backward, is_dtensor, local_tensor
 from dream_trainer.config.parameter_class import NonNegativeInt, PositiveInt, check_fields
-from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import LoggingCallback
 from dream_trainer.nested import leaves
+from dream_trainer.optim.groups import matches, require_match
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.step.gradients import copies_of
 
@@ -225,7 +224,7 @@ class ActivationStats(LoggingCallback):
         self._sums = torch.empty(0, 4)
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
-        chosen = dict(_by_pattern(trainer, self.modules) if self.modules is not None else _blocks(trainer))
+        chosen = _chosen(trainer, self.modules)
         hidden = {
             id(inner)
             for model in trainer.named_models().values()
@@ -270,24 +269,15 @@ class ActivationStats(LoggingCallback):
         self._hooks.clear()
 
 
-def _blocks(trainer: AbstractTrainer) -> Iterator[tuple[str, nn.Module]]:
-    for model_name, model in trainer.named_models().items():
-        chosen = {id(module) for module in trainer.model_blocks(model) or model.children()}
-        yield from ((n, module) for n, module in model.named_modules(prefix=model_name) if id(module) in chosen)
-
-
-def _by_pattern(trainer: AbstractTrainer, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    named = {
-        name: module
-        for model_name, model in trainer.named_models().items()
-        for name, module in model.named_modules(prefix=model_name)
-    }
+def _chosen(trainer: AbstractTrainer, patterns: Sequence[str] | None) -> dict[str, nn.Module]:
+    models = trainer.named_models()
+    named = {name: module for prefix, model in models.items() for name, module in model.named_modules(prefix=prefix)}
+    if patterns is None:
+        blocks = {id(part) for model in models.values() for part in trainer.model_blocks(model) or model.children()}
+        return {name: module for name, module in named.items() if id(module) in blocks}
     for pattern in patterns:
-        matching = [name for name in named if re.search(pattern, name)]
-        if not matching:
-            some = ", ".join(list(named)[:5])
-            raise ConfigError(f"modules: {pattern!r} is found in no module's name. They begin with {some}.")
-        yield from ((name, named[name]) for name in matching)
+        require_match("modules", pattern, [(name,) for name in named], "module")
+    return {name: module for name, module in named.items() if matches(patterns, (name,))}
 
 
 def _adds_to(row: Tensor) -> Callable[[nn.Module, Any, Any], None]:

@@ -236,7 +236,7 @@ def test_compiled_blocks_are_looked_at_from_outside_and_compile_once(caplog: pyt
 
 
 def test_a_module_that_is_not_there_is_refused_with_those_that_are() -> None:
-    with pytest.raises(ConfigError, match=r"'attention' is found in no module's name. They begin with model, model.0,"):
+    with pytest.raises(ConfigError, match=r"modules: 'attention' matches no module\. Near names: model"):
         observed(Logged, batches(1), modules=["attention"], n_epochs=1)
 
 
