@@ -62,9 +62,6 @@ class GarbageCollection(Callback):
     def on_exception(self, trainer: AbstractTrainer, exc: BaseException) -> None:
         self._restore()
 
-    def teardown(self, trainer: AbstractTrainer) -> None:
-        self._restore()
-
     def _restore(self) -> None:
         if self._has_frozen:
             gc.unfreeze()

@@ -81,9 +81,6 @@ class Profiler(Callback):
     def on_exception(self, trainer: AbstractTrainer, exc: BaseException) -> None:
         self._stop()
 
-    def teardown(self, trainer: AbstractTrainer) -> None:
-        self._stop()
-
     def _start_if_due(self, trainer: AbstractTrainer) -> None:
         # A run may resume in the middle of the warm-up, but not of the recording.
         warm_up_steps = self.first_step - 1 - trainer.global_step
