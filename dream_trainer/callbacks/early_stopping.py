@@ -51,7 +51,6 @@ class EarlyStopping(Callback):
 
     def __post_init__(self) -> None:
         check_fields(self, EarlyStopping)
-        self._known_mode: Literal["min", "max"] | None = self.mode
         self.best: float | None = None
         self.validations_without_improvement = 0
 

@@ -35,7 +35,6 @@ class GarbageCollection(Callback):
     def __post_init__(self) -> None:
         check_fields(self, GarbageCollection)
         self._turned_off = self._has_frozen = False
-        self._is_first = True
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
         gc.collect()

@@ -62,8 +62,6 @@ class Memory(LoggingCallback):
         super().__init__(self.name)
         check_fields(self, Memory)
         self._trainer: AbstractTrainer | None = None
-        self._is_reported = False
-        self._gradients: dict[Optimizer, Bytes] = {}
 
     def snapshot(self) -> Path:
         """Writes this rank's memory as it is now into `<run_dir>/memory`; any rank may call it, at any time.
@@ -90,7 +88,8 @@ class Memory(LoggingCallback):
         return path
 
     def post_launch(self, trainer: AbstractTrainer) -> None:
-        self._trainer, self._is_reported, self._gradients = trainer, False, {}
+        self._trainer, self._is_reported = trainer, False
+        self._gradients: dict[Optimizer, Bytes] = {}
         if self.history and trainer.world.device.type == "cuda":
             record_memory_history(self.history)
 

@@ -77,12 +77,6 @@ class NonFiniteReport(Callback):
 
     def __post_init__(self) -> None:
         check_fields(self, NonFiniteReport)
-        self._names: dict[Tensor, str] = {}
-        self._window = _Window()
-        self._windows: list[_Window] = []
-        self._samples_seen = 0
-        self._n_reports = 0
-        self._has_said = False
 
     # -- kept data
 
@@ -93,7 +87,8 @@ class NonFiniteReport(Callback):
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
         self._names = parameter_fqns(trainer.named_models())
-        self._window, self._windows, self._samples_seen = _Window(), [], trainer.samples_seen
+        self._window, self._samples_seen = _Window(), trainer.samples_seen
+        self._windows: list[_Window] = []
 
     def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
         self._take_norms(optimizer, trainer.accumulation_window.loss_scale)

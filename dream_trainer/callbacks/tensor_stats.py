@@ -129,16 +129,12 @@ class GradientStats(TensorStats):
 
     name: str = field(default="gradients", kw_only=True)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        # By optimizer: several may train parts of one group, and each counts once, also in a window that is run again.
-        self._sums: dict[Optimizer, dict[str, Tensor]] = {}
-
     def post_setup(self, trainer: AbstractTrainer) -> None:
         trainer.accumulation_window.watch_skipped(lambda optimizer: self._sum_up(trainer, optimizer))
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
-        self._sums.clear()
+        # By optimizer: several may train parts of one group, and each counts once, also in a window that is run again.
+        self._sums: dict[Optimizer, dict[str, Tensor]] = {}
 
     def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
         """Sums up this rank's part of the gradients, if it is time; they are gone when `step` returns."""
@@ -218,10 +214,7 @@ class ActivationStats(LoggingCallback):
         check_fields(self, ActivationStats)
         for pattern in self.modules or ():
             check_pattern("modules", pattern)
-        self._modules: dict[str, nn.Module] = {}
         self._hooks: list[RemovableHandle] = []
-        self._first_batch_idx = 0
-        self._sums = torch.empty(0, 4)
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
         chosen = _chosen(trainer, self.modules)

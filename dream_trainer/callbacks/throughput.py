@@ -75,13 +75,11 @@ class Throughput(LoggingCallback):
             if flops is not None and not callable(flops):
                 check_positive(argument, flops, hint=" Or a function of the trainer.")
         refuse(None not in costs, "flops_per_sample and flops_per_token both say what a step costs. Pass one of them.")
-        self._due = 0
-        self._start: _Mark | None = None
-        self._mfu_of_one = 0.0  # what one unit of work per second and device amounts to; 0 if it is not known
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
-        self._start, self._due = None, trainer.global_step + self.warm_up_steps
-        self._mfu_of_one = 0.0
+        self._start: _Mark | None = None
+        self._due = trainer.global_step + self.warm_up_steps
+        self._mfu_of_one = 0.0  # what one unit of work per second and device amounts to; 0 if it is not known
         flops = self.flops_per_token if self.flops_per_sample is None else self.flops_per_sample
         if flops is not None and (peak := self._peak(trainer)) is not None:
             self._mfu_of_one = (flops(trainer) if callable(flops) else flops) / peak

@@ -204,10 +204,7 @@ class WeightAverage(AveragingCallback):
 
     def __post_init__(self) -> None:
         self._averages: dict[str, ModelAverage] = {}
-        self._owned: dict[tuple[Optimizer, int], list[ModelAverage]] = {}
         self._in_use: set[str] = set()
-        # Until training starts or a checkpoint restores them, the averages equal the weights.
-        self._has_started = self._was_given_back = False
         self._trainer: AbstractTrainer | None = None
 
     # -- the rule
@@ -303,7 +300,8 @@ class WeightAverage(AveragingCallback):
                 f"{', '.join(map(repr, lacking)) or 'any model'}. Trained are {list(trained)}."
             )
         self._averages = {name: self._new_average(trained[name]) for name in chosen}
-        self._owned = {}
+        self._owned: dict[tuple[Optimizer, int], list[ModelAverage]] = {}
+        # Until training starts or a checkpoint restores them, the averages equal the weights.
         self._has_started = self._was_given_back = False
         for other in averages_of(trainer):
             both = self._averages.keys() & other._averages.keys()

@@ -60,10 +60,6 @@ class WeightTransfer(Callback):
     def __post_init__(self) -> None:
         check_fields(self, WeightTransfer)
         refuse(self.source == self.target, f"source and target are both {self.source!r}. Name two models.")
-        self._trainer: AbstractTrainer | None = None
-        self._optimizers: list[Optimizer] = []
-        self._pairs = ModelAverage({})
-        self._counters: list[tuple[Tensor, Tensor]] = []
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
         self._trainer = trainer
@@ -95,8 +91,7 @@ class WeightTransfer(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Whether the source has changed since the last transfer."""
-        if self._trainer is not None:  # a checkpoint may be asked for before `post_train_step` comes
-            self._transfer_if_due(self._trainer)
+        self._transfer_if_due(self._trainer)  # a checkpoint may be asked for before `post_train_step` comes
         return {"has_stepped": self._pairs.will_move()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
