@@ -75,7 +75,3 @@ def _parse(words: list[str]) -> tuple[Any, list[str]]:
         config=how,
     )
     return command, []
-
-
-if __name__ == "__main__":
-    sys.exit(main())

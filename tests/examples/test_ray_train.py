@@ -109,7 +109,7 @@ def test_a_run_whose_worker_is_killed_is_started_again_by_ray_and_ends_as_under_
     resumed = {(tmp_path / f"resumed-{rank}").read_text() for rank in range(2)}
     assert resumed in ({str(INTERVAL)}, {str(2 * INTERVAL)})
     compared = subprocess.run(
-        [sys.executable, "-m", "dream_trainer.cli.main", "checkpoints", "diff", "--values"]
+        [sys.executable, "-m", "dream_trainer", "checkpoints", "diff", "--values"]
         + [str(last_checkpoint(tmp_path, name)) for name in ("torchrun", "ray")],
         capture_output=True,
         text=True,
