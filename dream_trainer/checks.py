@@ -49,23 +49,11 @@ def check_between(
     raise ConfigError(f"{name}={value!r} is not a number {span}. Use one that is.{hint}")
 
 
-def check_boolean(name: str, value: object, *, hint: str = "") -> None:
-    """Raises ConfigError unless `value` is True or False."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name}={value!r} is not a boolean. Use True or False.{hint}")
-
-
 def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
     """Raises ConfigError unless `value` is one of `choices`."""
     choices = tuple(choices)
     if value not in choices:
         raise ConfigError(f"{name}={value!r} is not known. Use {spell(repr(choice) for choice in choices)}.")
-
-
-def check_string(name: str, value: object, *, hint: str = "") -> None:
-    """Raises ConfigError unless `value` is a string."""
-    if not isinstance(value, str):
-        raise ConfigError(f"{name}={value!r} is not a string. Use one.{hint}")
 
 
 def check_name(name: str, value: object, *, example: str, hint: str = "") -> None:
@@ -104,10 +92,11 @@ def check_names(name: str, value: object, *, example: str, hint: str = "") -> No
         raise ConfigError(f"{name}={value!r} is not a tuple of strings. Use such as {name}=({example!r},).{hint}")
 
 
-def check_instance(name: str, value: object, cls: type) -> None:
+def check_instance(name: str, value: object, cls: type, *, hint: str = "") -> None:
     """Raises ConfigError unless `value` is an instance of `cls`."""
     if not isinstance(value, cls):
-        raise ConfigError(f"{name}={value!r} is of type {type(value).__name__}. Use {cls.__name__}(...).")
+        wanted = {bool: "True or False", str: "a string"}.get(cls, f"{cls.__name__}(...)")
+        raise ConfigError(f"{name}={value!r} is of type {type(value).__name__}. Use {wanted}.{hint}")
 
 
 def refuse(condition: object, message: str, kind: type[Exception] = ConfigError) -> None:

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Annotated, Literal
 
 from dream_trainer.best_value import mode_of
-from dream_trainer.checks import check_directory, check_string, refuse
+from dream_trainer.checks import check_directory, check_instance, refuse
 from dream_trainer.config.parameter_class import Directory, PositiveFloat, PositiveInt, parameters
 from dream_trainer.errors import ConfigError
 from dream_trainer.stores.store_path import as_path
@@ -43,7 +43,7 @@ ALL_KEPT = BranchParameters()  # a plain resume
 
 def _check_path(name: str, value: object, *, hint: str) -> None:
     if not isinstance(value, PurePath):
-        check_string(name, value, hint=hint)
+        check_instance(name, value, str, hint=hint)
 
 
 def _check_place(name: str, value: object, *, hint: str) -> None:

@@ -14,13 +14,11 @@ from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform,
 
 from dream_trainer.checks import (
     all_of,
-    check_boolean,
     check_choice,
     check_directory,
     check_instance,
     check_integer,
     check_positive,
-    check_string,
     did_you_mean,
     refuse,
     spell,
@@ -133,12 +131,8 @@ def _check_kind(name: str, value: object, kind: Any, hint: str) -> None:
     if origin is Annotated:
         for check in filter(callable, arguments[1:]):
             check(name, value, hint=hint)
-    elif kind is bool:
-        check_boolean(name, value, hint=hint)
-    elif kind is str:
-        check_string(name, value, hint=hint)
-    elif is_dataclass(kind):
-        check_instance(name, value, kind)  # type: ignore[arg-type]
+    elif kind in (bool, str) or is_dataclass(kind):
+        check_instance(name, value, kind, hint=hint)
     elif origin in (Mapping, dict):
         items = value.items() if isinstance(value, Mapping) else [(None, None)]
         is_wrong = not all(isinstance(key, str) for key, _ in items)

@@ -14,7 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from dream_trainer.checks import check_between, check_boolean, check_choice, check_integer
+from dream_trainer.checks import check_between, check_choice, check_instance, check_integer
 from dream_trainer.compat.pytorch import has_values
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import ConfigError
@@ -70,7 +70,7 @@ class MoE(nn.Module):
             check_integer(name, size, minimum=1)
         check_integer("n_shared", n_shared, minimum=0)
         check_choice("scores", scores, get_args(Scores))
-        check_boolean("normalize", normalize)
+        check_instance("normalize", normalize, bool)
         if top_k > n_experts:
             raise ConfigError(
                 f"top_k={top_k} experts of each token, but there are n_experts={n_experts}. Use top_k of 1 to "

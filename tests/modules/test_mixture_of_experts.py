@@ -123,7 +123,7 @@ def test_under_autocast_the_router_stays_in_float32() -> None:
         ({"top_k": 5}, "top_k=5 experts of each token, but there are n_experts=4. Use top_k of 1 to 4"),
         ({"scores": "relu"}, "scores='relu' is not known. Use 'sigmoid' or 'softmax'"),
         ({"balance_rate": -1.0}, "balance_rate=-1.0 is not a number of at least 0"),
-        ({"normalize": 1}, "normalize=1 is not a boolean"),
+        ({"normalize": 1}, "normalize=1 is of type int. Use True or False"),
     ],
     ids=str,
 )
