@@ -84,12 +84,14 @@ def check_directory(name: str, value: object, *, hint: str = "") -> None:
         )
 
 
-def check_names(name: str, value: object, *, example: str, hint: str = "") -> None:
+def check_names(name: str, value: object, *, example: str, are_patterns: bool = False, hint: str = "") -> None:
     """Raises ConfigError unless `value` is a sequence of strings; a string would be taken letter by letter."""
     if isinstance(value, str):
         raise ConfigError(f"{name}={value!r} is a string. Use a tuple of strings: {name}=({value!r},).{hint}")
     if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
         raise ConfigError(f"{name}={value!r} is not a tuple of strings. Use such as {name}=({example!r},).{hint}")
+    for item in value if are_patterns else ():
+        check_pattern(name, item)
 
 
 def check_instance(name: str, value: object, cls: type, *, hint: str = "") -> None:

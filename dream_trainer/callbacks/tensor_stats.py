@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dream_trainer.checkpoint.model_state import parameter_fqns
-from dream_trainer.checks import check_names, check_pattern
+from dream_trainer.checks import check_names
 from dream_trainer.compat.compiler import is_compiled, never_compiled
 from dream_trainer.compat.pytorch import in_backward, is_dtensor, local_tensor
 from dream_trainer.config.parameter_class import NonNegativeInt, PositiveInt, check_fields
@@ -206,14 +206,12 @@ class ActivationStats(LoggingCallback):
 
     every_n_steps: PositiveInt = 100
     _: KW_ONLY
-    modules: Annotated[Sequence[str], partial(check_names, example="attention$")] | None = None
+    modules: Annotated[Sequence[str], partial(check_names, example="attention$", are_patterns=True)] | None = None
     name: str = "activations"
 
     def __post_init__(self) -> None:
         super().__init__(self.name)
         check_fields(self, ActivationStats)
-        for pattern in self.modules or ():
-            check_pattern("modules", pattern)
         self._hooks: list[RemovableHandle] = []
 
     def post_setup(self, trainer: AbstractTrainer) -> None:

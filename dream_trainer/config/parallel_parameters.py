@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Literal
 
-from dream_trainer.checks import check_between, check_names, check_pattern, refuse, spell
+from dream_trainer.checks import check_between, check_names, refuse, spell
 from dream_trainer.compat.pytorch import EXPENSIVE_OPERATIONS, operation
 from dream_trainer.config.parameter_class import PositiveFloat, PositiveInt, parameters
 from dream_trainer.errors import ConfigError
@@ -149,7 +149,7 @@ class LocalSGDConfigMixin:
 class Float8Parameters:
     """Which layers compute in float8, and how; `device_parameters.float8` enables it."""
 
-    skip: Annotated[tuple[str, ...], partial(check_names, example="router$")] = ("router$",)
+    skip: Annotated[tuple[str, ...], partial(check_names, example="router$", are_patterns=True)] = ("router$",)
     """Regular expressions searched for in a layer's name. Matching layers are not converted, nor is anything outside
     `model_blocks`, such as the head. `"wk$"` finds `layers.0.attention.wk`. Default: routers of mixtures, since small
     differences make them choose other experts."""
@@ -159,10 +159,6 @@ class Float8Parameters:
     emulate: bool = False
     """Whether products are computed in float32 from operands rounded to float8. Works on any device, slowly, to see the
     effect of float8 on training."""
-
-    def __post_init__(self) -> None:
-        for pattern in self.skip:
-            check_pattern("skip", pattern)
 
 
 @dataclass(kw_only=True)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop, Rprop, SparseAdam
 
-from dream_trainer.checks import check_between, check_names, check_pattern, check_positive, refuse, spell
+from dream_trainer.checks import check_between, check_names, check_positive, refuse, spell
 from dream_trainer.compat.pytorch import is_dtensor
 from dream_trainer.config.parameter_class import PositiveFloat, PositiveInt, parameters
 from dream_trainer.errors import ConfigError
@@ -82,7 +82,7 @@ class OptimizerParameters:
     adjust_lr_fn: Literal["match_rms_adamw", "original"] | None = None
     """How muon's rate follows a matrix's shape. None or "match_rms_adamw" makes updates as large as AdamW's, so that
     one `lr` serves both. "original" is Keller Jordan's rule, whose rate is some fifty times AdamW's."""
-    hidden: Annotated[tuple[str, ...], partial(check_names, example="blocks")] = ()
+    hidden: Annotated[tuple[str, ...], partial(check_names, example="blocks", are_patterns=True)] = ()
     """Regular expressions of the names of muon's matrices. () takes those inside the model's repeated blocks."""
     adamw_lr: PositiveFloat | None = None
     """Learning rate of muon's AdamW half. None uses `lr`."""
@@ -114,8 +114,6 @@ class OptimizerParameters:
             f'adjust_lr_fn="original" with lr={self.lr} for both halves: Muon then needs a rate some fifty times '
             'AdamW\'s. Set adamw_lr too, such as lr=0.02, adamw_lr=3e-4, or use adjust_lr_fn="match_rms_adamw".',
         )
-        for pattern in self.hidden:
-            check_pattern("hidden", pattern)
         are_groups = isinstance(self.groups, tuple | list) and all(isinstance(g, GroupParameters) for g in self.groups)
         example = "(GroupParameters(pattern=..., lr_scale=...),)"
         refuse(not are_groups, f"groups={self.groups!r} is no tuple of GroupParameters. Use {example}.")
