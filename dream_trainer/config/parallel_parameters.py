@@ -60,26 +60,24 @@ class PipelineParallelParameters:
     waits (stages - 1) / (microbatches + stages - 1) of the time."""
 
     def __post_init__(self) -> None:
-        given, usual = self.stages_per_rank, self._usual_stages
-        wanted = "2 or more" if self.schedule in _INTERLEAVED else str(usual)
+        given, is_interleaved = self.stages_per_rank, self.schedule in _INTERLEAVED
+        wanted = "2 or more" if is_interleaved else str(self.stages_of_each_rank)
         refuse(
-            given is not None and (given != self.stages_of_each_rank or given == 1 != usual),
+            given not in (None, self.stages_of_each_rank) or (is_interleaved and given == 1),
             f"stages_per_rank={given} with schedule={self.schedule!r}: it has {wanted}. Leave stages_per_rank out, "
             f"or choose {spell(map(repr, _INTERLEAVED))}, which may have any number of stages from 2 on.",
         )
 
     @property
     def stages_of_each_rank(self) -> int:
-        return self.stages_per_rank or 2 if self.schedule in _INTERLEAVED else self._usual_stages
+        if self.schedule in _INTERLEAVED:
+            return self.stages_per_rank or 2
+        return 1 if self.schedule in ("1F1B", "GPipe") else 2
 
     @property
     def computes_weights_apart(self) -> bool:
         """Whether gradients of weights are computed apart from those that the previous stage waits for."""
         return self.schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-
-    @property
-    def _usual_stages(self) -> int:
-        return 1 if self.schedule in ("1F1B", "GPipe") else 2
 
 
 @dataclass(kw_only=True)
