@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import logging
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from dream_trainer.config.parameter_class import members, with_new_names
 from dream_trainer.config.serialize import structure
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError
+from dream_trainer.screen import logger
 
 T = TypeVar("T", bound=BaseTrainerConfig)
 SAVED_NAME = "config.json"
@@ -27,8 +27,6 @@ _NAMES = ("project", "group", "experiment")
 # Fields of a saved config that only concern its own run: its place and start, and the record of what is code.
 _OF_THAT_RUN = (*_NAMES, "runs_dir", "callbacks", "given_objects")
 _OF_ITS_START = ("resume", "branch")
-
-logger = logging.getLogger(__name__)
 
 
 def load_config(config: T | type[T], *files: str | Path, **given: Any) -> T:
