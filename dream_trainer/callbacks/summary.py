@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 
 from dream_trainer.checks import check_integer, refuse
+from dream_trainer.cleanup import in_a_line
 from dream_trainer.compat.pytorch import local_tensor
 from dream_trainer.config.parameter_class import is_ours
 from dream_trainer.config.serialize import leaves, to_dict
@@ -104,7 +105,7 @@ class ModelSummary(Callback):
             try:
                 self._flops[name] = f", {format_count(forward_flops(model, self._inputs[name]))} FLOPs per forward"
             except Exception as exc:  # a summary stops no run
-                self._flops[name] = f", FLOPs unknown ({type(exc).__name__}: {str(exc).splitlines()[0]})"
+                self._flops[name] = f", FLOPs unknown ({in_a_line(exc)})"
 
 
 def forward_flops(model: nn.Module, inputs: Sequence[Any]) -> int:
