@@ -10,7 +10,7 @@ import torch
 
 import dream_trainer as dt
 from tests.api import CheckpointError, ConfigError, parse, read_shared
-from tests.trainer.saves import NOTHING, STEPS, Saves, fit, make_config, run, steps_of
+from tests.trainer.saves import STEPS, Saves, fit, make_config, run, steps_of
 from tests.trainer.small import Batch, assert_same_weights, weights
 from tests.worlds import run_world
 
@@ -172,21 +172,6 @@ def test_an_edited_learning_rate_is_reported_and_other_fields_are_not(caplog: py
     with caplog.at_level(logging.WARNING, "dream_trainer"):
         run(training={"n_epochs": 2}, learning_rate=0.05)
     assert "config differs" not in caplog.text
-
-
-class AsksOnRank1(Saves):
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        if self.global_step == 2 and self.world.rank == 1:
-            self.request_save()
-        return super().training_step(batch, batch_idx)
-
-
-def at_two() -> list[int]:
-    return fit(AsksOnRank1(make_config(**NOTHING), length=4 * STEPS)).saved
-
-
-def test_a_save_asked_for_by_one_rank_is_made_by_all_at_that_step() -> None:
-    assert run_world(at_two, 2) == [[3], [3]]
 
 
 BEST = {"save_on_best": True, "best_metric": "val/distance", "best_mode": "min", "training": {"n_epochs": 3}}

@@ -194,6 +194,8 @@ def test_whole_weights_are_at_hand_on_a_rank_alone_and_in_exports(tmp_path: Path
 def test_a_run_on_shared_experts_goes_on_to_the_bit() -> None:
     case = Case(2, ep=2, accumulation=2, recompute="full")
     for unbroken, broken, resumed in run_world(stop_and_go_on, 2, case):
+        assert broken["state"]["blocks.0.moe.balance_bias"].any()
+        assert not any("loads" in name for name in unbroken["state"])
         assert all(torch.equal(broken["state"][name], value) for name, value in resumed["loaded"].items())
         assert same_bits(resumed["state"], unbroken["state"])
 

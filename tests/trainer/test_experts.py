@@ -86,14 +86,6 @@ def stop_and_go_on(case: Case) -> list[dict[str, Any]]:
     return results
 
 
-def test_a_run_that_was_stopped_goes_on_to_the_bit() -> None:
-    unbroken, broken, resumed = stop_and_go_on(Case(accumulation=2, recompute="full"))
-    assert broken["state"]["blocks.0.moe.balance_bias"].any()
-    assert all(torch.equal(broken["state"][name], value) for name, value in resumed["loaded"].items())
-    assert same_bits(resumed["state"], unbroken["state"])
-    assert not any("loads" in name for name in unbroken["state"])
-
-
 class Unsteady(Trained):
     """Its third step has a gradient that is not finite, once."""
 

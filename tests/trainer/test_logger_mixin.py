@@ -27,13 +27,11 @@ class Memory(Logger):
     """Keeps what it gets."""
 
     def __init__(self) -> None:
-        self.opened: list[int | None] = []
         self.lines: list[tuple[Stamp, dict[str, float]]] = []
         self.media: list[tuple[int, str, Media]] = []
         self.steps: list[int] = []  # of everything, in the order in which it came
 
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
-        self.opened.append(resumed_step)
         assert config["project"] == "p"
 
     def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
@@ -100,10 +98,6 @@ def fit(cls: type[Algorithm], config: Any) -> Memory:
     return memory
 
 
-def mean(pairs: list[tuple[float, float]]) -> float:
-    return sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)
-
-
 @pytest.mark.pitfall(3)
 @pytest.mark.pitfall(45)
 @pytest.mark.parametrize(("weighted", "weights"), [(False, [1, 3, 2, 4]), (True, [7, 2, 9, 1])])
@@ -117,7 +111,7 @@ def test_the_default_weight_is_that_of_the_batchs_backward_or_its_size(weighted:
 
     Events.weighted = weighted
     ((_, metrics),) = fit(Events, make_config(every=100, gradient_accumulation_steps=2)).lines
-    expected = mean(list(zip(range(4), weights, strict=True)))
+    expected = sum(value * weight for value, weight in enumerate(weights)) / sum(weights)
     names = ("pre", "before", "after", "post", "train/loss")
     others = {"own": 1.5, "highest": 3, "train/parts/half": expected / 2}
     assert metrics == pytest.approx(dict.fromkeys(names, expected) | others, rel=1e-12)
@@ -128,17 +122,6 @@ def test_log_works_before_the_first_step_and_in_every_training_event() -> None:
     events = {event: lambda self, event=event: self.log(event, 7.0) for event in steps}
     memory = fit(type("Everywhere", (Algorithm,), events), make_config())
     assert {event: memory.column(event) for event in steps} == {e: dict.fromkeys(at, 7.0) for e, at in steps.items()}
-
-
-@pytest.mark.parametrize("every", [1, 2, 3, 100])
-def test_window_means_respect_weights_whenever_they_are_flushed(every: int) -> None:
-    memory = fit(Algorithm, make_config(every=every))
-    sizes = [1, 3, 2, 4]
-    edges = sorted({*range(every, 5, every), 4})
-    expected = {
-        last: mean([(i, sizes[i]) for i in range(first, last)]) for first, last in zip([0, *edges], edges, strict=False)
-    }
-    assert memory.column("train/loss") == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.pitfall(48)
@@ -526,12 +509,12 @@ class Counting(Resumable, dt.EvalMixin):
             signal.raise_signal(signal.SIGTERM)
 
 
-def counting(disturbed: str | None, monkeypatch: pytest.MonkeyPatch, *extra: Logger) -> Counting:
+def counting(disturbed: str | None, monkeypatch: pytest.MonkeyPatch) -> Counting:
     """Twelve steps with a line at each fifth, a validation at each fourth, and a checkpoint at each sixth."""
     monkeypatch.setattr(Counting, "disturbed", disturbed)
     config = make_config(every=5, loggers=("jsonl",), val_every_n_steps=4, val_every_n_epochs=None)
     config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_steps=6, async_save=False)
-    return Counting(config, *extra)
+    return Counting(config)
 
 
 @pytest.mark.pitfall(44)
@@ -553,18 +536,6 @@ def test_whatever_ends_a_run_each_value_counts_once_after_the_resume(
     assert counted == [(last, last - first) for first, last in zip([0, *edges], edges, strict=False)]
     assert [line["step"] for line in lines if "val/loss" in line] == [4, 8, 12]
     assert history == lines
-
-
-def test_evaluating_a_run_that_was_killed_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        counting("kill", monkeypatch).fit()
-    before = Path("runs/p/g/e/metrics.jsonl").read_bytes()
-    memory = Memory()
-    with counting(None, monkeypatch, memory) as trainer:
-        trainer.evaluate()
-        assert trainer.global_step == 6
-    assert memory.opened == []
-    assert Path("runs/p/g/e/metrics.jsonl").read_bytes() == before
 
 
 class Distributed(dt.BaseTrainer, dt.SetupMixin, dt.LoggerMixin):

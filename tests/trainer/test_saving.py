@@ -1,7 +1,6 @@
 """How a run is saved: what a checkpoint holds while training goes on, and what a busy or a broken writer does."""
 
 import errno
-import logging
 import os
 import threading
 import time
@@ -18,7 +17,7 @@ from dream_trainer.checkpoint import saver, store
 from tests.api import CheckpointError, Snapshot, read_manifest, read_rank, read_shared
 from tests.trainer import resumable, saves
 from tests.trainer.arithmetic import full
-from tests.trainer.small import Batch, assert_same_weights, run_ranks, weights
+from tests.trainer.small import Batch, run_ranks
 from tests.worlds import run_world
 
 # -- the checkpoint is of the moment of the request
@@ -209,24 +208,6 @@ def test_an_error_of_the_writer_is_raised_at_the_next_step_with_its_traceback() 
     assert "Input/output error" in text
     assert trainer.saved == []
     assert saves.run().saved == [saves.STEPS]
-
-
-def test_a_failed_save_is_said_and_the_next_one_makes_up_for_it(caplog: pytest.LogCaptureFixture) -> None:
-    expected = saves.run(experiment="straight")
-    caplog.clear()
-    write = store.write_file
-
-    def full_once(path: Path, content: bytes) -> Any:
-        return disk_is_gone(path, content) if trainer.global_step < 4 else write(path, content)
-
-    trainer = Waits(saves.make_config(save_every_n_steps=2, on_save_error="warn", **saves.NOTHING))
-    with caplog.at_level(logging.ERROR, "dream_trainer"), saves.replaced(store, "write_file", full_once):
-        saves.fit(trainer)
-    (message,) = [record.getMessage() for record in caplog.records]
-    assert "of step 2" in message
-    assert "Input/output error" in message
-    assert trainer.saved == saves.steps_of(trainer) == [4, 6]
-    assert_same_weights(weights(trainer.model), weights(expected.model))
 
 
 def fail_on_rank_1() -> None:

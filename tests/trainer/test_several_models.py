@@ -191,16 +191,6 @@ def follow(plan: str) -> dict[str, Any]:
     return results_of(Three(small.make_config(n_epochs=1), plan))
 
 
-@pytest.mark.pitfall(3)
-def test_a_weighted_critic_of_several_turns_and_its_actor_each_have_their_own_totals() -> None:
-    found = follow("a1 a! b7 a2 a! a3 a! b!")["models"]
-    for name, turns in {"a": 3, "b": 1, "c": 0}.items():
-        model = small.filled_network()
-        windows = [window for window in small.windows(LENGTH, SIZE, 1) for _ in range(turns)]
-        small.train_by_hand(model, torch.optim.SGD(model.parameters(), lr=0.1), windows)
-        small.assert_same_weights(found[name], model)
-
-
 @pytest.mark.pitfall(17)
 @pytest.mark.parametrize(
     ("plan", "told"),
