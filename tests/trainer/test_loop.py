@@ -416,17 +416,6 @@ def test_overfit_batches_trains_the_same_first_batches_in_every_epoch() -> None:
     assert trainer.seen[0] != trainer.seen[1]
 
 
-def test_fast_dev_run_trains_one_window_and_validates_one_batch() -> None:
-    class Looks(Checked):
-        def pre_val_batch(self, batch: Any, batch_idx: int) -> None:
-            validated.append((self.global_step, batch_idx))
-
-    validated: list[tuple[int, int]] = []
-    config = make_config(n_epochs=5, fast_dev_run=True, gradient_accumulation_steps=2)
-    assert firsts(fit(Looks(config, batches(6), batches(3)))) == [0, 2]
-    assert validated == [(1, 0)]
-
-
 @pytest.mark.parametrize("breaks", [False, True])
 def test_deterministic_holds_during_fit_and_not_after(breaks: bool) -> None:
     class Watch(Alone):
