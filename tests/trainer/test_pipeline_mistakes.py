@@ -177,9 +177,6 @@ def test_means_that_depend_on_the_number_of_micro_batches_are_named() -> None:
 class Other(Trained):
     mistake = ""
 
-    def configure_models(self) -> None:
-        self.model = Model(self.config.case)
-
     def configure_optimizers(self) -> None:
         super().configure_optimizers()
         if self.mistake == "of nothing":

@@ -32,8 +32,8 @@ from tests.worlds import run_world
 WIDTH = 8
 
 
-class UNet(nn.Module):
-    """Keeps what its way down gave for its way up, as it was written for one device."""
+class Handing(nn.Module):
+    """A U-Net that hands what its way down gave to its way up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,19 +43,6 @@ class UNet(nn.Module):
         self.head = nn.Linear(WIDTH, 6)
         self.double()
 
-    def forward(self, x: Tensor) -> Any:
-        if self.enter is not None:
-            x = self.enter(x)
-        skips: list[Tensor] = []
-        for layer in self.down:
-            skips.append(layer(x).relu())
-            x = skips[-1]
-        for layer in self.up:
-            x = layer(torch.cat((x, skips.pop()), dim=-1)).relu()
-        return x if self.head is None else self.head(x)
-
-
-class Handing(UNet):
     def forward(self, x: Tensor, *skips: Tensor) -> Any:
         if self.enter is not None:
             x = self.enter(x)
@@ -67,7 +54,7 @@ class Handing(UNet):
         return (x, *skips) if self.head is None else self.head(x)
 
 
-def stages_of(model: UNet) -> list[list[str]]:
+def stages_of(model: Handing) -> list[list[str]]:
     return even_stages(model, [*model.down, *model.up], 2)
 
 

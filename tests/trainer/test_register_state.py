@@ -4,16 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 import dream_trainer as dt
 from tests.api import ConfigError, HookError
+from tests.trainer.arithmetic import full
 from tests.trainer.saves import Saves, fit, make_config
 from tests.worlds import run_world
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Sums(dt.Callback):
@@ -52,7 +48,7 @@ def sums(experiment: str, max_steps: int, batch_size: int = 2) -> tuple[int, int
     config = make_config(experiment=experiment, callbacks=[callback], training={"max_steps": max_steps})
     with Saves(config, batch_size=batch_size) as trainer:
         trainer.fit()
-        return callback.steps, callback.of_rank, callback.loaded, {n: whole(t) for n, t in callback.weights.items()}
+        return callback.steps, callback.of_rank, callback.loaded, {n: full(t) for n, t in callback.weights.items()}
 
 
 def test_registered_state_goes_on_where_it_was_on_as_many_ranks_and_on_others() -> None:
