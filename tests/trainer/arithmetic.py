@@ -104,20 +104,22 @@ def loss_of(scores: Tensor, targets: Tensor) -> Tensor:
 
 
 class Tokens(torch.utils.data.Dataset):
-    """Sequences whose padded part has target -100; some have a single real token."""
+    """Sequences with unequal numbers of labels, some with a single one; the rest are -100."""
+
+    vocabulary, row_length, seed = VOCABULARY, LENGTH, 7
 
     def __init__(self, length: int) -> None:
-        generator = torch.Generator().manual_seed(7)
-        self.inputs = torch.randint(VOCABULARY, (length, LENGTH), generator=generator)
-        self.targets = torch.randint(VOCABULARY, (length, LENGTH), generator=generator)
+        generator = torch.Generator().manual_seed(self.seed)
+        shape = (2, length, self.row_length)
+        self.tokens, self.labels = torch.randint(self.vocabulary, shape, generator=generator).unbind()
         for row in range(length):
-            self.targets[row, 1 + row * 5 % LENGTH :] = -100
+            self.labels[row, 1 + row * 5 % self.row_length :] = -100
 
     def __len__(self) -> int:
-        return len(self.inputs)
+        return len(self.tokens)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.inputs[index], self.targets[index]
+    def __getitem__(self, index: int) -> Any:
+        return self.tokens[index], self.labels[index]
 
 
 def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -236,7 +238,7 @@ def reference(case: Case) -> dict[str, Any]:
         for start in range(0, case.n_samples, window):
             rows = range(start, min(start + window, case.n_samples))
             parts = [
-                (data.inputs[first : first + BATCH], data.targets[first : first + BATCH]) for first in rows[::BATCH]
+                (data.tokens[first : first + BATCH], data.labels[first : first + BATCH]) for first in rows[::BATCH]
             ]
             counts = [int((targets != -100).sum()) if case.weighted else 1 for _, targets in parts]
             shares = [count / sum(counts) for count in counts]

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader, MoE
-from tests.trainer.arithmetic import full, step_by_hand
+from tests.trainer.arithmetic import Tokens, full, step_by_hand
 from tests.trainer.meshes import count, mean_loss
 from tests.trainer.small import CaseConfig as Config, Noting, run_config
 
@@ -65,20 +65,8 @@ class Model(nn.Module):
         return x if self.head is None else self.head(x)
 
 
-class Rows(torch.utils.data.Dataset):
-    """Tokens and labels, some of which do not count."""
-
-    def __init__(self, length: int) -> None:
-        generator = torch.Generator().manual_seed(3)
-        self.tokens = torch.randint(VOCABULARY, (length, LENGTH), generator=generator)
-        self.labels = torch.randint(VOCABULARY, (length, LENGTH), generator=generator)
-        self.labels[torch.rand(self.labels.shape, generator=generator) < 0.3] = -100
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.tokens[index], self.labels[index]
+class Rows(Tokens):
+    vocabulary, row_length, seed = VOCABULARY, LENGTH, 3
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader
-from tests.trainer.arithmetic import full, step_by_hand
+from tests.trainer.arithmetic import Tokens, full, loss_of as mean_loss, step_by_hand
 from tests.trainer.small import CaseConfig as Config, Noting, run_config, weights
 
 VOCABULARY, WIDTH, LENGTH, STEPS, BATCH, BLOCKS = 13, 8, 6, 4, 16, 5
@@ -83,27 +83,8 @@ class Model(nn.Module):
         return x if self.head is None else self.head(self.norm(x)) * self.scale
 
 
-class Rows(torch.utils.data.Dataset):
-    """Sequences with unequal numbers of labels."""
-
-    vocabulary, row_length = VOCABULARY, LENGTH
-
-    def __init__(self, length: int) -> None:
-        generator = torch.Generator().manual_seed(3)
-        shape = (2, length, self.row_length)
-        self.tokens, self.labels = torch.randint(self.vocabulary, shape, generator=generator).unbind()
-        for row in range(length):
-            self.labels[row, 1 + row * 5 % self.row_length :] = -100
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.tokens[index], self.labels[index]
-
-
-def mean_loss(scores: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(scores.flatten(0, 1), labels.flatten())
+class Rows(Tokens):
+    vocabulary, row_length, seed = VOCABULARY, LENGTH, 3
 
 
 def cropped(case: Case, step: int, *tensors: Tensor) -> tuple[Tensor, ...]:
