@@ -280,8 +280,7 @@ class Validates:
     """Mix in: the loss over validation batches."""
 
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        x, y, _ = batch
-        return {"loss": mse_loss(self.model(x), y)}
+        return {"loss": mean_square(self.model, batch)}
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:

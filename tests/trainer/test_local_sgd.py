@@ -18,7 +18,18 @@ import dream_trainer as dt
 from tests.api import CheckpointError, ConfigError, MoE, PerRankLoader
 from tests.trainer import small
 from tests.trainer.arithmetic import full
-from tests.trainer.small import WIDTH, Batch, Samples, assert_same_weights, batches, run_config, run_ranks, weights
+from tests.trainer.small import (
+    WIDTH,
+    Batch,
+    Built,
+    Samples,
+    Validates,
+    assert_same_weights,
+    batches,
+    run_config,
+    run_ranks,
+    weights,
+)
 from tests.worlds import run_world
 
 CPU = dt.DeviceParameters(device="cpu")
@@ -60,32 +71,18 @@ class Config(dt.DreamTrainerConfig, dt.LocalSGDConfigMixin):
     weighted: bool = False
 
 
-class Trainer(dt.DreamTrainer, dt.LocalSGDMixin):
-    def __init__(self, config: Config, data: list[Batch], val: list[Batch]) -> None:
-        super().__init__(config)
-        self.data, self.val, self.norms, self.validated = data, val, [], []
+class Trainer(Validates, Built, dt.DreamTrainer, dt.LocalSGDMixin):
+    make_model = Net
 
-    def configure_models(self) -> None:
-        self.model = Net()
+    def __init__(self, config: Config, data: list[Batch], val: list[Batch]) -> None:
+        super().__init__(config, PerRankLoader(data), PerRankLoader(val), make_optimizer=make_optimizer)
+        self.validated: list[float] = []
 
     def init_weights(self) -> None:
         start(self.model)
 
-    def configure_optimizers(self) -> None:
-        self.optimizer = make_optimizer(self.model)
-
-    def configure_dataloaders(self) -> tuple[Any, Any]:
-        return PerRankLoader(self.data), PerRankLoader(self.val)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        loss = mse_loss(self.model(batch[0]), batch[1])
-        self.backward(loss, weight=weight_of(batch) if self.config.weighted else None)
-        if not self.is_accumulating_gradients:
-            self.norms.append(float(self.step(self.model, self.optimizer)))
-        return {"loss": loss}
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        return {"loss": mse_loss(self.model(batch[0]), batch[1])}
+    def weight_of(self, batch: Batch) -> float | None:
+        return weight_of(batch) if self.config.weighted else None
 
     def post_val_epoch(self, metrics: dict[str, float]) -> None:
         self.validated.append(metrics["val/loss"])
@@ -427,8 +424,7 @@ def test_what_needs_all_ranks_is_refused(devices: dt.DeviceParameters, training:
 
 
 class Synchronised(Trainer):
-    def configure_models(self) -> None:
-        self.model = nn.SyncBatchNorm.convert_sync_batchnorm(Net())
+    make_model = staticmethod(lambda: nn.SyncBatchNorm.convert_sync_batchnorm(Net()))
 
 
 class Gathering(Trainer):
@@ -479,8 +475,7 @@ class Unnormed(Net):
 
 
 class Plain(Trainer):
-    def configure_models(self) -> None:
-        self.model = Unnormed()
+    make_model = Unnormed
 
     def configure_dataloaders(self) -> tuple[Any, None]:
         return DataLoader(Samples(48), batch_size=4 // self.world.world_size), None

@@ -17,7 +17,7 @@ from PIL import Image as Pillow
 import dream_trainer as dt
 from tests.api import ConfigError, Images, Logger, Media, Stamp, Text, pil_image, read_jsonl
 from tests.loggers.readers import csv_rows, newest_wandb_file, wandb_history
-from tests.trainer.small import Alone, Config, batches
+from tests.trainer.small import Alone, Config, Spread, batches
 from tests.worlds import run_world
 
 CPU = dt.DeviceParameters(device="cpu")
@@ -538,12 +538,8 @@ def test_whatever_ends_a_run_each_value_counts_once_after_the_resume(
     assert history == lines
 
 
-class Distributed(dt.BaseTrainer, dt.SetupMixin, dt.LoggerMixin):
-    def configure_models(self) -> None:
-        self.model = nn.Linear(1, 1)
-
-    def configure_optimizers(self) -> None:
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+class Distributed(Spread, dt.LoggerMixin):
+    make_model = staticmethod(lambda: nn.Linear(1, 1))
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
         train = torch.utils.data.DataLoader(torch.linspace(0, 1, 24).unsqueeze(1), batch_size=4)

@@ -11,8 +11,7 @@ import torch
 
 import dream_trainer as dt
 from tests.api import ConfigError, HookError
-from tests.trainer import small
-from tests.trainer.small import Validates, batches, by_hand, fill, filled_network, network, sgd, weights
+from tests.trainer.small import Built, Validates, batches, by_hand, filled_network, sgd, weights
 
 MIXINS = [dt.SetupMixin, dt.FSDPMixin, dt.EvalMixin, dt.CheckpointMixin, dt.LoggerMixin]
 CONFIGS = [dt.SetupConfigMixin, dt.FSDPConfigMixin, dt.EvalConfigMixin, dt.CheckpointConfigMixin, dt.LoggerConfigMixin]
@@ -22,7 +21,7 @@ SUBSETS = [subset for size in range(6) for subset in itertools.combinations(rang
 NAMES = {"project": "p", "group": "g", "experiment": "e"}
 
 
-class Algorithm(Validates, small.Algorithm):
+class Algorithm(Validates, Built):
     """The user's part: the same class body whatever it is mixed with."""
 
     def __init__(self, config: Any) -> None:
@@ -33,15 +32,6 @@ class Algorithm(Validates, small.Algorithm):
         if not isinstance(self, dt.SetupMixin):
             self.model = filled_network()
             self.optimizer = sgd(self.model)
-
-    def configure_models(self) -> None:
-        self.model = network()
-
-    def init_weights(self) -> None:
-        fill(self.model)
-
-    def configure_optimizers(self) -> None:
-        self.optimizer = sgd(self.model)
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         self.log("extra", 1.0)

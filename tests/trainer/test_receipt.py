@@ -7,14 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
+from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
 from tests.api import PerRankLoader, Start, receipt
-from tests.trainer.small import BY_BLOCKS, Batch, batches, network, run_config, sgd
+from tests.trainer.small import BY_BLOCKS, Batch, Built, batches, run_config
 from tests.worlds import run_world
 
 SCRIPT = """
@@ -120,33 +120,22 @@ def test_a_start_that_resumed_what_it_ended_with_did_nothing_twice() -> None:
     assert receipt([]) is None
 
 
-class Waits(dt.DreamTrainer):
+class Waits(Built, dt.DreamTrainer):
     """Rank 1 sleeps between two blocks."""
 
-    def configure_models(self) -> None:
-        self.model = network()
-
-    def configure_optimizers(self) -> None:
-        self.optimizer = sgd(self.model)
-
-    def configure_dataloaders(self) -> tuple[Any, Any]:
-        return PerRankLoader(batches(8)), None
-
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+    def loss_of(self, batch: Batch) -> Tensor:
         first, *others = self.model[0]
         hidden = first(batch[0])
         time.sleep(0.1 * self.world.rank)
         for block in others:
             hidden = block(hidden)
-        loss = mse_loss(self.model[1](hidden), batch[1])
-        self.backward(loss)
-        self.step(self.model, self.optimizer)
-        return {"loss": loss}
+        return mse_loss(self.model[1](hidden), batch[1])
 
 
 def seconds_waited() -> float:
     devices = dt.DeviceParameters(device="cpu", dp_shard=2)
-    with Waits(run_config(device_parameters=devices, fsdp_parameters=BY_BLOCKS)) as trainer:
+    config = run_config(device_parameters=devices, fsdp_parameters=BY_BLOCKS)
+    with Waits(config, PerRankLoader(batches(8))) as trainer:
         trainer.fit()
         return trainer._runtime.parallel.gradients.own_time.waited
 
