@@ -151,7 +151,7 @@ class Trained(dt.BaseTrainer, dt.SetupMixin, dt.ActivationCheckpointingMixin):
         self.optimizer = make_optimizer(self.config.case.optimizer, self.model)
         if self.config.case.turns:
             self.critic_optimizer = make_optimizer(self.config.case.optimizer, self.critic)
-        self.losses: list[list[float]] = []
+        self.losses: list[tuple[int, float]] = []
         self.norms: list[float] = []
 
     def configure_dataloaders(self) -> tuple[Any, None]:
@@ -170,7 +170,7 @@ class Trained(dt.BaseTrainer, dt.SetupMixin, dt.ActivationCheckpointingMixin):
         else:
             loss = loss_of(self.model(inputs), targets)
         self.backward(loss, weight=weight, model=self.model)
-        self.losses.append([self.global_step, loss.item(), count.item()])
+        self.losses.append((self.global_step, float(full(loss.detach()))))
         if not self.is_accumulating_gradients:
             self.norms.append(self.step(self.model, self.optimizer).item())
         return {"loss": loss}

@@ -89,7 +89,7 @@ def check(case: Case, ranks: list[dict]) -> None:
     by_step = defaultdict(list)
     for position in range(len(ranks[0]["losses"])):
         for result in ranks:
-            step, loss, _ = result["losses"][position]
+            step, loss = result["losses"][position]
             by_step[step].append(loss)
     for step, losses in enumerate(expected["losses"]):
         assert len(by_step[step]) == len(losses)

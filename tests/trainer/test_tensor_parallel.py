@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import dream_trainer as dt
-from tests.api import ConfigError, DistributedDataLoader, HookError, start
-from tests.trainer.arithmetic import BATCH, Case, Model, Tokens, fill, full, make_optimizer, reference, same_bits
+from tests.api import ConfigError, HookError, start
+from tests.trainer import arithmetic
+from tests.trainer.arithmetic import BATCH, Case, Model, Tokens, full, reference, same_bits
 from tests.trainer.small import run_config, weights as weights_of
 from tests.worlds import run_world
 
@@ -51,38 +50,19 @@ WORLD_4 = [
 class Config(dt.DreamTrainerConfig):
     cell: Cell = field(default_factory=lambda: Cell(1, "sequence", Case()))
 
+    @property
+    def case(self) -> Case:
+        return self.cell.case
 
-class Trained(dt.DreamTrainer):
+
+class Trained(arithmetic.Trained, dt.DreamTrainer):
+    """The parity model. Its 11 tokens cannot be split evenly, so ranks hold unequal parts of the embedding."""
+
     config: Config
-
-    def configure_models(self) -> None:
-        # Its 11 tokens cannot be split evenly, so ranks hold unequal parts of the embedding.
-        self.model = Model(self.config.cell.case)
-
-    def init_weights(self) -> None:
-        fill(self.model)
 
     def apply_tensor_parallel(self, mesh: Any) -> None:
         plan, wanted = self.config.cell.plan, self.config.tensor_parallel_parameters
         split(self.model, mesh, plan, loss_parallel=wanted.loss_parallel)
-
-    def configure_dataloaders(self) -> tuple[Any, None]:
-        return DistributedDataLoader(Tokens(self.config.cell.case.n_samples), BATCH, drop_last=False), None
-
-    def configure_optimizers(self) -> None:
-        self.optimizer = make_optimizer(self.config.cell.case.optimizer, self.model)
-        self.losses: list[tuple[int, float]] = []
-        self.norms: list[float] = []
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
-        inputs, targets = batch
-        loss = F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
-        count = (targets != -100).sum()
-        self.backward(loss, weight=count if self.config.cell.case.weighted else None)
-        self.losses.append((self.global_step, float(full(loss.detach()))))
-        if not self.is_accumulating_gradients:
-            self.norms.append(float(self.step(self.model, self.optimizer)))
-        return {"loss": loss}
 
 
 def split(model: Model, mesh: Any, plan: str, *, loss_parallel: bool) -> None:
