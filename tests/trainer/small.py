@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn as nn
@@ -156,6 +157,16 @@ def error_of(trainer: Any, kind: type[Exception] = api.StepError) -> str:
     except kind as error:
         return str(error)
     return ""
+
+
+def outcome(trainer: Any) -> str:
+    """`trained`, or what `fit` fails with, which ends no other rank's run."""
+    with mock.patch.object(api.World, "fail", return_value=None):
+        try:
+            trainer.fit()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "trained"
 
 
 @contextmanager

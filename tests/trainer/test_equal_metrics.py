@@ -4,7 +4,6 @@ import os
 import re
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +11,7 @@ import torchmetrics
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import dream_trainer as dt
-from tests.api import World
-from tests.trainer.small import Batch, Samples, Sharded, Spread, Validates, fit, make_config, told
+from tests.trainer.small import Batch, Samples, Sharded, Spread, Validates, fit, make_config, outcome, told
 from tests.trainer.test_rank_differences import loader
 from tests.worlds import run_world
 
@@ -76,15 +74,10 @@ def run(cls: type, make: Callable[[], Any], sanity: int = 0) -> Any:
     config = make_config(n_epochs=2, num_sanity_val_steps=sanity)
     trainer = cls(config, loader(), loader(14))
     trainer.make = make
-    outcome = "trained"
-    with mock.patch.object(World, "fail", return_value=None):
-        try:
-            trainer.fit()
-        except Exception as error:
-            outcome = f"{type(error).__name__}: {error}"
+    message = outcome(trainer)
     heard, rate, steps = trainer.heard, trainer.optimizer.param_groups[0]["lr"], trainer.global_step
     trainer.close()
-    return outcome, heard, rate, steps
+    return message, heard, rate, steps
 
 
 def run_all() -> list[Any]:
@@ -101,20 +94,20 @@ def test_a_metric_that_ranks_compute_alone_is_named_before_anyone_goes_by_it() -
     first, second = run_world(run_all, 2)
     mean = Samples(14).y.new_tensor(range(14)).mean().item()
     assert [one[0] for one in first] == [one[0] for one in second]
-    for index, (outcome, heard, _, steps) in enumerate(first):
+    for index, (message, heard, _, steps) in enumerate(first):
         other = second[index]
         if index in (2, 3, 6, 7):  # computed over all ranks
-            assert outcome == "trained"
+            assert message == "trained"
             assert heard == other[1]
             assert heard[0]["val/number"] == pytest.approx(mean, abs=1e-12)
             assert first[index][2:] == other[2:] == (0.05, 6)
         else:
-            assert outcome.startswith("RanksDifferError: ")
-            values = re.search(r"that: val/number \(([\d.]+) on rank 0; ([\d.]+) on rank 1\)\. ", outcome)
-            assert values is not None, outcome
+            assert message.startswith("RanksDifferError: ")
+            values = re.search(r"that: val/number \(([\d.]+) on rank 0; ([\d.]+) on rank 1\)\. ", message)
+            assert values is not None, message
             if index != 8:  # each rank has one half
                 assert sum(map(float, values.groups())) / 2 == pytest.approx(mean, abs=1e-12)
-            assert "sync_on_compute" in outcome
+            assert "sync_on_compute" in message
             assert heard == other[1] == []
             assert steps == (0 if index == 8 else 3)
 
