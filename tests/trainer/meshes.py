@@ -14,7 +14,7 @@ import dream_trainer as dt
 from tests.api import DistributedDataLoader, MoE, packed_attention, packed_attention_mask
 from tests.trainer import stages
 from tests.trainer.arithmetic import full
-from tests.trainer.small import CaseConfig as Config, Noting, run_config
+from tests.trainer.small import CaseConfig as Config, Noting, fit_each, run_config
 from tests.trainer.stages import count, state_of, united, weights_of
 
 VOCABULARY, WIDTH, HEAD, LENGTH, BATCH = 16, 16, 4, 8, 16
@@ -278,39 +278,34 @@ def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
 
 def train(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """Trains cases of one world size, one after the other, on this rank."""
-    results = []
-    for case in cases:
-        with Trained(config_of(case)) as trainer:
-            trainer.fit()
-            results.append(
-                {
-                    "losses": [trainer.logged[step]["train/loss"] for step in range(1, case.steps + 1)],
-                    "norms": trainer.norms,
-                    "val": trainer.logged[case.steps]["val/loss"],
-                    "skipped": trainer.skipped_steps,
-                    "said": trainer.said,
-                    "scale": (scale := trainer._runtime.accumulation.loss_scale) and scale.state_dict(),
-                    "loads": {name: v for name, v in trainer.logged[case.steps].items() if "_load" in name},
-                    "biases": {n: b.clone() for n, b in trainer.model.named_buffers() if n.endswith("balance_bias")},
-                    "start": trainer.initial,
-                    "weights": weights_of(trainer),
-                    "predicted": trainer.predict(DistributedDataLoader(Rows(5), 3, drop_last=False)),
-                }
-            )
-    return results
+    return fit_each((Trained(config_of(case)) for case in cases), found_in)
+
+
+def found_in(trainer: Trained) -> dict[str, Any]:
+    steps = trainer.config.case.steps
+    return {
+        "losses": [trainer.logged[step]["train/loss"] for step in range(1, steps + 1)],
+        "norms": trainer.norms,
+        "val": trainer.logged[steps]["val/loss"],
+        "skipped": trainer.skipped_steps,
+        "said": trainer.said,
+        "scale": (scale := trainer._runtime.accumulation.loss_scale) and scale.state_dict(),
+        "loads": {name: v for name, v in trainer.logged[steps].items() if "_load" in name},
+        "biases": {n: b.clone() for n, b in trainer.model.named_buffers() if n.endswith("balance_bias")},
+        "start": trainer.initial,
+        "weights": weights_of(trainer),
+        "predicted": trainer.predict(DistributedDataLoader(Rows(5), 3, drop_last=False)),
+    }
 
 
 def travel(hops: Sequence[tuple[Case, int]], experiment: str) -> list[dict[str, Any]]:
     """Trains up to each hop's step, in a trainer of its own that goes on from the last one's checkpoint."""
-    results = []
-    for case, max_steps in hops:
-        checkpoints = dt.CheckpointParameters(save_every_n_epochs=None)
-        with Trained(
-            replace(config_of(case, experiment, max_steps=max_steps), checkpoint_parameters=checkpoints)
-        ) as trainer:
-            trainer.fit()
-            results.append({"start": trainer.initial, "loaded": trainer.loaded, "state": state_of(trainer)})
-    return results
+    saves = dt.CheckpointParameters(save_every_n_epochs=None)
+    configs = (config_of(case, experiment, max_steps=max_steps) for case, max_steps in hops)
+    return fit_each(
+        (Trained(replace(config, checkpoint_parameters=saves)) for config in configs),
+        lambda trainer: {"start": trainer.initial, "loaded": trainer.loaded, "state": state_of(trainer)},
+    )
 
 
 def assert_as_alone(case: Case, ranks: Sequence[dict[str, Any]], alone: dict[str, Any]) -> None:

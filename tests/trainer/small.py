@@ -149,6 +149,16 @@ def fit(trainer: Any) -> Any:
     return trainer
 
 
+def fit_each(trainers: Iterable[Any], found_in: Callable[[Any], Any]) -> list[Any]:
+    """Trains one after the other; what is found in each before it closes."""
+    found = []
+    for trainer in trainers:
+        with trainer:
+            trainer.fit()
+            found.append(found_in(trainer))
+    return found
+
+
 def error_of(trainer: Any, kind: type[Exception] = api.StepError) -> str:
     """What training fails with; without `fit`, out of which an error ends the other ranks' run too."""
     api.start(trainer._runtime)

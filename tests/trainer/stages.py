@@ -13,7 +13,7 @@ from torch import Tensor
 import dream_trainer as dt
 from tests.api import DistributedDataLoader
 from tests.trainer.arithmetic import Tokens, full, loss_of as mean_loss, step_by_hand
-from tests.trainer.small import CaseConfig as Config, Noting, run_config, weights
+from tests.trainer.small import CaseConfig as Config, Noting, fit_each, run_config, weights
 
 VOCABULARY, WIDTH, LENGTH, STEPS, BATCH, BLOCKS = 13, 8, 6, 4, 16, 5
 
@@ -189,12 +189,7 @@ def result_of(trainer: Any) -> dict[str, Any]:
 
 def train(kind: type[Trained], cases: Sequence[Case], *args: Any, **training: Any) -> list[dict[str, Any]]:
     """Trains cases of one world size, one after the other, on this rank."""
-    results = []
-    for case in cases:
-        with kind(config_of(case, *args, **training)) as trainer:
-            trainer.fit()
-            results.append(result_of(trainer))
-    return results
+    return fit_each((kind(config_of(case, *args, **training)) for case in cases), result_of)
 
 
 def assert_trained(ranks: Sequence[dict[str, Any]], expected: dict[str, Any], case: Case) -> None:

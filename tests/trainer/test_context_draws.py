@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.api import DistributedDataLoader, in_backward
 from tests.trainer.arithmetic import fill
 from tests.trainer.sequences import LENGTH, Block, Case, Model, Rows, Trained, config_of
+from tests.trainer.small import fit_each, train_by_hand
 from tests.worlds import run_world
 
 STEPS = 4
@@ -107,20 +108,17 @@ class Drawing(Trained):
         return {"loss": loss_of(self.model, batch, self.drawn_in_validation)}, batch["labels"].numel()
 
 
+def found_in(trainer: Drawing) -> dict[str, Any]:
+    return {
+        "drawn": trainer.draws.noted,
+        "norms": trainer.norms,
+        "metrics": [trainer.evaluate() for _ in range(2)],
+        "validated": trainer.drawn_in_validation.noted[:4],
+    }
+
+
 def train(cases: list[Case]) -> list[dict[str, Any]]:
-    results = []
-    for case in cases:
-        with Drawing(config_of(replace(case, clip=None))) as trainer:
-            trainer.fit()
-            results.append(
-                {
-                    "drawn": trainer.draws.noted,
-                    "norms": trainer.norms,
-                    "metrics": [trainer.evaluate() for _ in range(2)],
-                    "validated": trainer.drawn_in_validation.noted[:4],
-                }
-            )
-    return results
+    return fit_each((Drawing(config_of(replace(case, clip=None))) for case in cases), found_in)
 
 
 def by_hand(case: Case, drawn: list[Any], validated: list[Any]) -> tuple[list[float], float]:
@@ -130,15 +128,10 @@ def by_hand(case: Case, drawn: list[Any], validated: list[Any]) -> tuple[list[fl
     fill(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rows = torch.stack([row["tokens"] for row in Rows(8 * STEPS).rows])
-    norms = []
-    for step in rows.split(8):
-        for tokens in step.chunk(case.accumulation):
-            loss = loss_of(model, prepared({"tokens": tokens}, draws), draws)
-            (loss / case.accumulation).backward()
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        norms.append(float(torch.sqrt(sum(gradient.square().sum() for gradient in gradients))))
-        optimizer.step()
-        optimizer.zero_grad()
+    windows = [step.chunk(case.accumulation) for step in rows.split(8)]
+    norms = train_by_hand(
+        model, optimizer, windows, lambda model, tokens: loss_of(model, prepared({"tokens": tokens}, draws), draws)
+    )
     assert next(draws._again, None) is None
     model.eval()
     draws = Draws(validated)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.api import DistributedDataLoader
 from tests.trainer import sequences
 from tests.trainer.sequences import HEAD, LENGTH, STEPS, VOCABULARY, WIDTH, Case, Rows, Trained, config_of
-from tests.trainer.small import weights
+from tests.trainer.small import fit_each, weights
 from tests.worlds import run_world
 
 WORLD_2 = [
@@ -91,24 +91,21 @@ class Observed(Trained):
         return result
 
 
+def found_in(trainer: Observed) -> dict[str, Any]:
+    return {
+        "losses": [trainer.logged[step]["train/loss"] for step in range(1, STEPS + 1)],
+        "labels": [trainer.logged[step]["labels"] for step in range(1, STEPS + 1)],
+        "norms": trainer.norms,
+        "sent": vars(trainer).get("sent"),
+        "mesh": trainer.describe(),
+        "weights": weights(trainer.model),
+        "metrics": trainer.evaluate(),
+        "predicted": trainer.predict(DistributedDataLoader(Rows(7), 1, drop_last=False)),
+    }
+
+
 def train(cases: list[Case]) -> list[dict[str, Any]]:
-    results = []
-    for case in cases:
-        with Observed(config_of(case)) as trainer:
-            trainer.fit()
-            results.append(
-                {
-                    "losses": [trainer.logged[step]["train/loss"] for step in range(1, STEPS + 1)],
-                    "labels": [trainer.logged[step]["labels"] for step in range(1, STEPS + 1)],
-                    "norms": trainer.norms,
-                    "sent": vars(trainer).get("sent"),
-                    "mesh": trainer.describe(),
-                    "weights": weights(trainer.model),
-                    "metrics": trainer.evaluate(),
-                    "predicted": trainer.predict(DistributedDataLoader(Rows(7), 1, drop_last=False)),
-                }
-            )
-    return results
+    return fit_each((Observed(config_of(case)) for case in cases), found_in)
 
 
 @pytest.mark.parametrize(

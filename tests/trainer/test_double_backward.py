@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
-from tests.trainer.small import Batch, filled_network, make_config, network, sgd, train_on, weights
+from tests.trainer.small import Batch, filled_network, fit_each, make_config, network, sgd, train_on, weights
 from tests.trainer.test_several_models import Body, micro_batches
 from tests.worlds import run_world
 
@@ -69,13 +69,11 @@ CASES = [
 
 
 def train_all() -> list[dict[str, Tensor]]:
-    found = []
-    for case in CASES:
+    def made(case: Case) -> Penalised:
         config = make_config(n_epochs=1, gradient_accumulation_steps=case.accumulation)
-        with (ShardedPenalised if case.layout == "fsdp" else Penalised)(config, case) as trainer:
-            trainer.fit()
-            found.append(weights(trainer.critic))
-    return found
+        return (ShardedPenalised if case.layout == "fsdp" else Penalised)(config, case)
+
+    return fit_each(map(made, CASES), lambda trainer: weights(trainer.critic))
 
 
 @pytest.fixture(scope="module", params=[1, 2])

@@ -19,7 +19,7 @@ from tests.api import DistributedDataLoader, ExpertExchange, split_experts
 from tests.trainer import mixtures
 from tests.trainer.arithmetic import same_bits
 from tests.trainer.mixtures import BATCH, LENGTH, VOCABULARY, WIDTH, Case, Rows, Trained, config_of, everything
-from tests.trainer.small import run_ranks
+from tests.trainer.small import fit_each, run_ranks
 from tests.trainer.test_experts import assert_as_by_hand, stop_and_go_on
 from tests.worlds import run_world
 
@@ -93,13 +93,8 @@ class Counted(Trained):
 
 
 def count(cases: Sequence[Case]) -> list[tuple[int, str]]:
-    found = []
-    for case in cases:
-        config = config_of(case, training={"max_steps": 1})
-        with Counted(replace(config, device_parameters=replace(config.device_parameters, verify=False))) as trainer:
-            trainer.fit()
-            found.append((trainer.sent, trainer.describe()))
-    return found
+    configs = (config_of(case, training={"max_steps": 1}, devices={"verify": False}) for case in cases)
+    return fit_each(map(Counted, configs), lambda trainer: (trainer.sent, trainer.describe()))
 
 
 def test_a_step_sends_what_the_page_says() -> None:

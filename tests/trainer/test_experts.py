@@ -13,25 +13,23 @@ from tests.trainer import mixtures
 from tests.trainer.arithmetic import full, same_bits
 from tests.trainer.meshes import count, mean_loss
 from tests.trainer.mixtures import BATCH, RATE, STEPS, WIDTH, Case, Rows, Trained, config_of, everything, reference
+from tests.trainer.small import fit_each
 from tests.worlds import run_world
 
 
+def found_in(trainer: Trained) -> dict[str, Any]:
+    return {
+        "start": trainer.initial,
+        "losses": [trainer.logged[step]["train/loss"] for step in range(1, STEPS + 1)],
+        "largest": [trainer.logged[n]["experts/model.blocks.1.moe/max_load"] for n in range(1, STEPS + 1)],
+        "norms": trainer.norms,
+        "state": mixtures.state_of(trainer.model),
+        "val/loss": trainer.evaluate()["val/loss"],
+    }
+
+
 def train(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    results = []
-    for case in cases:
-        with Trained(config_of(case)) as trainer:
-            trainer.fit()
-            results.append(
-                {
-                    "start": trainer.initial,
-                    "losses": [trainer.logged[step]["train/loss"] for step in range(1, STEPS + 1)],
-                    "largest": [trainer.logged[n]["experts/model.blocks.1.moe/max_load"] for n in range(1, STEPS + 1)],
-                    "norms": trainer.norms,
-                    "state": mixtures.state_of(trainer.model),
-                    "val/loss": trainer.evaluate()["val/loss"],
-                }
-            )
-    return results
+    return fit_each((Trained(config_of(case)) for case in cases), found_in)
 
 
 def assert_as_by_hand(cases: Sequence[Case]) -> None:
@@ -102,12 +100,8 @@ class Unsteady(Trained):
 
 
 def test_a_window_that_runs_again_counts_its_tokens_once() -> None:
-    states = []
-    for cls in (Trained, Unsteady):
-        with cls(config_of(Case(), training={"on_nonfinite": "retry", "max_steps": 4})) as trainer:
-            trainer.fit()
-            states.append(everything(trainer))
-    assert same_bits(*states)
+    config = config_of(Case(), training={"on_nonfinite": "retry", "max_steps": 4})
+    assert same_bits(*fit_each((kind(config) for kind in (Trained, Unsteady)), everything))
 
 
 class Staged(Trained):

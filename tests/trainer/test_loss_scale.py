@@ -15,7 +15,7 @@ import dream_trainer as dt
 from tests.api import GROWTH_INTERVAL, INITIAL_SCALE, LossScale, NonFiniteError
 from tests.late_norms import norms_are_read_late
 from tests.trainer.arithmetic import same_bits
-from tests.trainer.small import fit, make_config, train_on, weights
+from tests.trainer.small import fit, fit_each, make_config, train_on, weights
 from tests.worlds import run_world
 
 pytestmark = pytest.mark.usefixtures("late_norms")
@@ -190,15 +190,12 @@ def test_the_scale_is_resumed() -> None:
 
 @norms_are_read_late()
 def overflow_on_one_rank() -> list[tuple[list[float], int, dict[str, Tensor]]]:
-    found = []
-    for devices in (dt.DeviceParameters.fsdp(), dt.DeviceParameters.ddp()):
-        for fused in (True, False):
-            parameters = replace(devices, device="cpu", precision="fp16")
-            config = make_config(devices=parameters, n_epochs=1, train_batch_size=SIZE // 2)
-            with Trainer(config, WILD, fused=fused) as trainer:
-                trainer.fit()
-                found.append((trainer.scales, trainer.skipped_steps, weights(trainer.model)))
-    return found
+    def made(devices: dt.DeviceParameters, fused: bool) -> Trainer:
+        parameters = replace(devices, device="cpu", precision="fp16")
+        return Trainer(make_config(devices=parameters, n_epochs=1, train_batch_size=SIZE // 2), WILD, fused=fused)
+
+    kinds = itertools.product((dt.DeviceParameters.fsdp(), dt.DeviceParameters.ddp()), (True, False))
+    return fit_each(itertools.starmap(made, kinds), lambda t: (t.scales, t.skipped_steps, weights(t.model)))
 
 
 @pytest.mark.pitfall(25)

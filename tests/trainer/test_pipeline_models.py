@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.api import EMA, ConfigError, StepError, even_stages, mesh_lines, stages_of_models
 from tests.trainer.arithmetic import full
-from tests.trainer.small import weights
+from tests.trainer.small import fit_each, weights
 from tests.trainer.stages import (
     BATCH,
     BLOCKS,
@@ -146,14 +146,12 @@ def state_of(trainer: Several) -> dict[str, Tensor]:
 
 
 def train(cases: list[Case], directory: str) -> list[dict[str, Any]]:
+    def found_in(trainer: Several) -> dict[str, Any]:
+        found = {"norms": trainer.norms, "start": trainer.initial, "weights": weights_of(trainer)}
+        return found | {"logged": trainer.logged, "described": mesh_lines(trainer._runtime)}
+
     os.chdir(directory)
-    results = []
-    for case in cases:
-        with Several(config_of(case)) as trainer:
-            trainer.fit()
-            results.append({"norms": trainer.norms, "start": trainer.initial, "weights": weights_of(trainer)})
-            results[-1] |= {"logged": trainer.logged, "described": mesh_lines(trainer._runtime)}
-    return results
+    return fit_each((Several(config_of(case)) for case in cases), found_in)
 
 
 def by_hand(case: Case, start: dict[str, Tensor]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.api import DistributedDataLoader, ranks_of_stages
 from tests.trainer import stages
+from tests.trainer.small import fit_each
 from tests.worlds import run_world
 
 WORLD_2 = [
@@ -80,14 +81,12 @@ def formula(case: stages.Case, rank: int) -> int:
 
 
 def train(cases: list[stages.Case]) -> list[dict[str, Any]]:
-    results = []
-    for case in cases:
-        with Observed(stages.config_of(case)) as trainer:
-            trainer.fit()
-            predicted = trainer.predict(DistributedDataLoader(stages.Rows(13), 4, drop_last=False))
-            results.append(stages.result_of(trainer) | {"predicted": predicted, "mesh": trainer.describe()})
-            results[-1]["sent"] = vars(trainer).get("sent")
-    return results
+    def found_in(trainer: Observed) -> dict[str, Any]:
+        predicted = trainer.predict(DistributedDataLoader(stages.Rows(13), 4, drop_last=False))
+        found = {"predicted": predicted, "mesh": trainer.describe(), "sent": vars(trainer).get("sent")}
+        return stages.result_of(trainer) | found
+
+    return fit_each((Observed(stages.config_of(case)) for case in cases), found_in)
 
 
 @pytest.mark.parametrize(
@@ -146,12 +145,10 @@ def stretch(module: torch.nn.Module, args: tuple[Tensor]) -> None:
 
 
 def train_shifting(cases: list[stages.Case]) -> list[dict[str, Any]]:
-    results = []
-    for case in cases:
-        with Shifting(stages.config_of(case, max_steps=2)) as trainer:
-            trainer.fit()
-            results.append(stages.result_of(trainer) | {"shifted": trainer.shifted})
-    return results
+    return fit_each(
+        (Shifting(stages.config_of(case, max_steps=2)) for case in cases),
+        lambda trainer: stages.result_of(trainer) | {"shifted": trainer.shifted},
+    )
 
 
 def test_a_stage_may_change_its_inputs_in_place() -> None:

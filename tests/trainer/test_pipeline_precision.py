@@ -9,6 +9,7 @@ from torch import Tensor
 from tests.api import INITIAL_SCALE, WEIGHT_DIVISOR
 from tests.trainer import stages
 from tests.trainer.arithmetic import same_bits
+from tests.trainer.small import fit_each
 from tests.trainer.test_pipeline_parallel import Sent, formula
 from tests.worlds import run_world
 
@@ -47,12 +48,10 @@ class Half(stages.Trained):
 
 
 def train(cases: list[stages.Case]) -> list[dict[str, Any]]:
-    results = []
-    for case in cases:
-        with Half(stages.config_of(case, val_every_n_epochs=None)) as trainer:
-            trainer.fit()
-            results.append(stages.result_of(trainer) | {"sent": trainer.sent, "skipped": trainer.skipped_steps})
-    return results
+    return fit_each(
+        (Half(stages.config_of(case, val_every_n_epochs=None)) for case in cases),
+        lambda trainer: stages.result_of(trainer) | {"sent": trainer.sent, "skipped": trainer.skipped_steps},
+    )
 
 
 def by_hand(case: stages.Case, start: dict[str, Tensor]) -> dict[str, Any]:

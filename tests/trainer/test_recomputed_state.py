@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 import dream_trainer as dt
 from tests.api import DistributedDataLoader, StepError, load_weights
 from tests.trainer.arithmetic import full
-from tests.trainer.small import Built, run_config, sgd, train_by_hand
+from tests.trainer.small import Built, fit_each, run_config, sgd, train_by_hand
 from tests.worlds import run_world
 
 WIDTH, N_STEPS, BATCH = 4, 3, 4
@@ -98,13 +98,11 @@ def by_hand() -> dict[str, Tensor]:
 
 
 def observe(layouts: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
-    found = []
-    for devices in layouts:
-        for mode in ("full", "selective"):
-            with Trained(config_of(mode, **devices)) as trainer:
-                trainer.fit()
-                found.append({name: full(value.detach()).clone() for name, value in trainer.model.state_dict().items()})
-    return found
+    configs = (config_of(mode, **devices) for devices in layouts for mode in ("full", "selective"))
+    return fit_each(
+        map(Trained, configs),
+        lambda trainer: {name: full(value.detach()).clone() for name, value in trainer.model.state_dict().items()},
+    )
 
 
 @pytest.mark.pitfall(92)

@@ -13,7 +13,7 @@ import dream_trainer as dt
 from tests.api import start
 from tests.trainer import test_plain_steps as plain
 from tests.trainer.arithmetic import fill, same_bits
-from tests.trainer.small import BY_BLOCKS, error_of, make_config, train_by_hand, weights
+from tests.trainer.small import BY_BLOCKS, error_of, fit_each, make_config, train_by_hand, weights
 from tests.trainer.test_plain_steps import SIZE, WIDTH, Bayesian, Loss, Plain, fit_loss, loop_by_hand, parts
 from tests.worlds import run_world
 
@@ -199,12 +199,9 @@ class OfAttention(Touches):
 
 
 def with_assigned_data_and_attention() -> list[dict[str, Tensor]]:
-    found = []
-    for kind, layout in ((TakesSteps, "blocks"), (OfAttention, "recomputed")):
-        with kind(config_of(layout), fit_loss) as trainer:
-            trainer.fit()
-            found.append(weights(trainer.model))
-    return found
+    kinds = ((TakesSteps, "blocks"), (OfAttention, "recomputed"))
+    trainers = (kind(config_of(layout), fit_loss) for kind, layout in kinds)
+    return fit_each(trainers, lambda trainer: weights(trainer.model))
 
 
 def test_an_optimizer_may_assign_to_data_and_a_block_that_is_given_one_tensor_twice_is_recomputed() -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.api import StepError
 from tests.trainer import meshes, mixing, stages
 from tests.trainer.sequences import WIDTH, Case, Config, Model, Trained, config_of
-from tests.trainer.small import run_ranks
+from tests.trainer.small import fit_each, run_ranks
 from tests.worlds import run_world
 
 SAID = r"self\.model computes on 2 ranks what one process does, within \d\.\de-1\d of its size; verified in \d+\.\d s"
@@ -48,13 +48,10 @@ def of_meshes(*cases: list[meshes.Case]) -> list[tuple[type[Any], Any]]:
 
 
 def train(of: list[tuple[type[Any], Any]]) -> list[list[float]]:
-    results = []
-    for trainer_class, config in of:
-        for compares in (False, True):
-            with trainer_class(comparing(config, compares=compares)) as trainer:
-                trainer.fit()
-                results.append(trainer.norms)
-    return results
+    return fit_each(
+        (kind(comparing(config, compares=compares)) for kind, config in of for compares in (False, True)),
+        lambda trainer: trainer.norms,
+    )
 
 
 class Awkward(nn.Module):
@@ -178,14 +175,12 @@ class TrainsMixing(Trained):
 
 
 def what_is_found(cases: list[tuple[str, Case]]) -> list[str]:
-    found = []
-    for name, case in cases:
+    def made(name: str, case: Case) -> TrainsMixing:
         mix = (mixing.WRONG | mixing.RIGHT).get(name)
         trainer_class = type("TrainsMixing", (TrainsMixing,), {"mix": staticmethod(mix) if mix else None})
-        with trainer_class(config_of(case, max_steps=1, val_every_n_epochs=None)) as trainer:
-            trainer.fit()
-            found.append(trainer.found)
-    return found
+        return trainer_class(config_of(case, max_steps=1, val_every_n_epochs=None))
+
+    return fit_each((made(*case) for case in cases), lambda trainer: trainer.found)
 
 
 def test_whatever_sees_a_part_of_a_sequence_alone_is_found_in_the_first_step() -> None:

@@ -13,6 +13,7 @@ import dream_trainer as dt
 from tests.api import DistributedDataLoader
 from tests.trainer.arithmetic import full
 from tests.trainer.meshes import BATCH, VOCABULARY, Case, Rows, Trained, config_of, count, mean_loss
+from tests.trainer.small import fit_each
 from tests.worlds import run_world
 
 ON_TWO = [Case(cp=2, shard="auto"), Case(tp=2, plan="layers"), Case(pp=2), Case(dp=2, shard=2, ep=2, experts=True)]
@@ -161,12 +162,7 @@ class Marked(Trained):
 
 
 def marks(cases: list[Case]) -> list[dict[str, dict[str, Any]]]:
-    found = []
-    for case in cases:
-        with Marked(config_of(case)) as trainer:
-            trainer.fit()
-            found.append(trainer.marks)
-    return found
+    return fit_each((Marked(config_of(case)) for case in cases), lambda trainer: trainer.marks)
 
 
 def test_attributes_of_parameters_are_those_of_configure_models() -> None:
