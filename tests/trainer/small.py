@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.nn.functional import mse_loss
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dream_trainer as dt
 from tests import api
@@ -188,6 +189,19 @@ def told() -> Iterator[list[str]]:
     logging.getLogger("dream_trainer").addHandler(handler)
     yield lines
     logging.getLogger("dream_trainer").removeHandler(handler)
+
+
+class Sent(TorchDispatchMode):
+    """Adds up the bytes that this rank sends, by what each collective's arguments cost, which goes by its name."""
+
+    def __init__(self, **costs: Callable[..., float]) -> None:
+        super().__init__()
+        self.costs, self.n_bytes = {f"c10d.{name}.default": cost for name, cost in costs.items()}, 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (cost := self.costs.get(str(func))) is not None:
+            self.n_bytes += cost(*args)
+        return func(*args, **(kwargs or {}))
 
 
 def windows(length: int, size: int, n_batches: int) -> list[list[Batch]]:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import dream_trainer as dt
 from tests import api
@@ -19,7 +18,7 @@ from tests.api import DistributedDataLoader, ExpertExchange, split_experts
 from tests.trainer import mixtures
 from tests.trainer.arithmetic import same_bits
 from tests.trainer.mixtures import BATCH, LENGTH, VOCABULARY, WIDTH, Case, Rows, Trained, config_of, everything
-from tests.trainer.small import fit_each, run_ranks
+from tests.trainer.small import Sent, fit_each, run_ranks
 from tests.trainer.test_experts import assert_as_by_hand, stop_and_go_on
 from tests.worlds import run_world
 
@@ -71,28 +70,19 @@ def test_training_on_shared_experts_equals_a_loop_written_by_hand(cases: list[Ca
     assert_as_by_hand(cases)
 
 
-class Sent(TorchDispatchMode):
+class Counted(Trained):
     """Counts the bytes of rows that this rank gives to be exchanged, those for itself too."""
 
-    n_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if str(func) == "c10d.alltoall_base_.default" and args[1].is_floating_point():
-            self.n_bytes += args[1].numel() * args[1].element_size()
-        return func(*args, **kwargs or {})
-
-
-class Counted(Trained):
-    sent = 0
+    sent = 0.0
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        with Sent() as sent:
+        with Sent(alltoall_base_=lambda out, rows, *_: rows.nbytes * rows.is_floating_point()) as sent:
             result = super().training_step(batch, batch_idx)
         self.sent += sent.n_bytes
         return result
 
 
-def count(cases: Sequence[Case]) -> list[tuple[int, str]]:
+def count(cases: Sequence[Case]) -> list[tuple[float, str]]:
     configs = (config_of(case, training={"max_steps": 1}, devices={"verify": False}) for case in cases)
     return fit_each(map(Counted, configs), lambda trainer: (trainer.sent, trainer.describe()))
 

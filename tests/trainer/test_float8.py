@@ -12,12 +12,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import dream_trainer as dt
 from tests.api import EMA, ConfigError, DistributedDataLoader, MoE, gathered, own_class
 from tests.trainer.arithmetic import same_bits
-from tests.trainer.small import run_config, train_on, weights
+from tests.trainer.small import Sent, run_config, train_on, weights
 from tests.worlds import run_world
 
 pytest.importorskip("torchao")
@@ -92,7 +91,7 @@ class Trained(dt.DreamTrainer):
 
     def training_step(self, batch: tuple[Tensor], batch_idx: int) -> dict[str, Any]:
         weight = torch.numel if self.config.device_parameters.context_parallel > 1 else None
-        with Sent() as sent:
+        with sent_by_two() as sent:
             loss = self.forward_backward(self.model, (batch[0],), batch[0].flip(-1), loss_of, weight=weight)
         self.step(self.model, self.optimizer)
         self.n_bytes = sent.n_bytes
@@ -106,18 +105,12 @@ class Trained(dt.DreamTrainer):
         self.loaded = weights(self.model)
 
 
-class Sent(TorchDispatchMode):
-    """Counts what this rank sends to be gathered or reduced by two ranks, but for single numbers."""
-
-    n_bytes = 0.0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        match str(func):
-            case "c10d._allgather_base_.default":
-                self.n_bytes += args[1].nbytes
-            case "c10d._reduce_scatter_base_.default":
-                self.n_bytes += 2 * args[0].nbytes  # gloo reduces for all
-        return func(*args, **(kwargs or {}))
+def sent_by_two() -> Sent:
+    """What this rank sends to be gathered or reduced by two ranks, except single numbers."""
+    return Sent(
+        _allgather_base_=lambda out, part, *_: part.nbytes,
+        _reduce_scatter_base_=lambda part, *_: 2 * part.nbytes,  # gloo reduces for all
+    )
 
 
 def config_of(

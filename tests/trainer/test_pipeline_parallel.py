@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.api import DistributedDataLoader, ranks_of_stages
 from tests.trainer import stages
-from tests.trainer.small import fit_each
+from tests.trainer.small import Sent, fit_each
 from tests.worlds import run_world
 
 WORLD_2 = [
@@ -50,13 +49,8 @@ COMPILED = [
 ]
 
 
-class Sent(TorchDispatchMode):
-    n_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if str(func) == "c10d.send.default":
-            self.n_bytes += sum(tensor.nbytes for tensor in args[0])
-        return func(*args, **(kwargs or {}))
+def sent_by_stages() -> Sent:
+    return Sent(send=lambda tensors, *_: sum(tensor.nbytes for tensor in tensors))
 
 
 class Observed(stages.Trained):
@@ -65,7 +59,7 @@ class Observed(stages.Trained):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
         if self.global_step != 1 or self.config.case.accumulation > 1:
             return super().training_step(batch, batch_idx)
-        with Sent() as sent:
+        with sent_by_stages() as sent:
             result = super().training_step(batch, batch_idx)
         self.sent = sent.n_bytes
         return result

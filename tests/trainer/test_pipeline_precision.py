@@ -10,7 +10,7 @@ from tests.api import INITIAL_SCALE, WEIGHT_DIVISOR
 from tests.trainer import stages
 from tests.trainer.arithmetic import same_bits
 from tests.trainer.small import fit_each
-from tests.trainer.test_pipeline_parallel import Sent, formula
+from tests.trainer.test_pipeline_parallel import formula, sent_by_stages
 from tests.worlds import run_world
 
 OVERFLOWING = stages.Case(2, precision="fp16")
@@ -33,7 +33,7 @@ class Half(stages.Trained):
         factor = 2.0**40 if self.config.case == OVERFLOWING and self.global_step == 2 else 1.0
         weight = stages.count if self.config.case.weighted else None
         tokens, labels = batch
-        with Sent() as sent:
+        with sent_by_stages() as sent:
             loss = self.forward_backward(
                 self.model,
                 (tokens,),
