@@ -88,7 +88,11 @@ def build_on_rank(layouts: list[str], families: list[str]) -> list[tuple[dict[st
     return results
 
 
-def assert_same_everywhere(world_size: int, layouts: list[str], families: list[str]) -> None:
+@pytest.mark.pitfall(21)
+@pytest.mark.parametrize("world_size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4, 8))])
+def test_replicas_and_shards_start_with_the_bits_of_one_process(world_size: int, all_cases: bool) -> None:
+    families = TOGETHER + (FURTHER if all_cases else [])
+    layouts = list(LAYOUTS)[: {4: 3, 8: 4}.get(world_size, 2)]  # as far as they divide the ranks
     with build("replicate", families) as trainer:
         expected = digests(trainer)
     for ranks in run_world(build_on_rank, world_size, layouts, families):
@@ -96,20 +100,6 @@ def assert_same_everywhere(world_size: int, layouts: list[str], families: list[s
             assert found == expected, layout
             assert tied
             assert (sharded > 0) == (layout != "replicate")
-
-
-@pytest.mark.pitfall(21)
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_replicas_and_shards_start_with_the_bits_of_one_process(world_size: int, all_cases: bool) -> None:
-    assert_same_everywhere(world_size, ["replicate", "fsdp"], TOGETHER + (FURTHER if all_cases else []))
-
-
-@pytest.mark.slow
-@pytest.mark.pitfall(21)
-@pytest.mark.parametrize("world_size", [4, 8])
-def test_every_layout_starts_with_the_bits_of_one_process(world_size: int) -> None:
-    layouts = [layout for layout in LAYOUTS if world_size == 8 or layout != "hsdp of 4"]
-    assert_same_everywhere(world_size, layouts, TOGETHER + FURTHER)
 
 
 def test_another_seed_starts_with_other_weights() -> None:

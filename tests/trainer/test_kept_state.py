@@ -11,6 +11,7 @@ from torch import Tensor
 import dream_trainer as dt
 from tests.api import DistributedDataLoader
 from tests.trainer import small
+from tests.trainer.arithmetic import same_bits
 from tests.trainer.saves import make_config
 from tests.trainer.small import Batch, Samples, weights
 from tests.worlds import run_world
@@ -110,7 +111,7 @@ def train_all() -> list[Any]:
 
 def assert_same(straight: Any, stopped: Any) -> None:
     assert stopped[:2] == straight[:2]
-    assert [name for name, value in straight[2].items() if not torch.equal(stopped[2][name], value)] == []
+    assert same_bits(stopped[2], straight[2])
 
 
 @pytest.mark.pitfall(98)

@@ -12,6 +12,7 @@ from torch import Tensor
 import dream_trainer as dt
 from tests.api import CheckpointError, DistributedDataLoader
 from tests.trainer import small
+from tests.trainer.arithmetic import same_bits
 from tests.trainer.optimizers_with_state import EXACT, OF_EACH_RANK, Build
 from tests.trainer.saves import make_config
 from tests.trainer.small import Samples, batches, by_hand, weights
@@ -51,10 +52,6 @@ def assert_close(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> N
     torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
 
 
-def assert_equal(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    assert [name for name, value in wanted.items() if not torch.equal(found[name], value)] == []
-
-
 def resume(kind: type[Any], name: str, experiment: str) -> Weights:
     return train(kind, ALL[name], experiment, LAST, resume="latest")
 
@@ -71,7 +68,7 @@ def straight_and_resumed(kind: type[Any], name: str) -> tuple[Weights, Weights]:
 def test_one_process_goes_on_with_all_that_its_optimizer_keeps(name: str) -> None:
     straight, resumed = straight_and_resumed(Sharded, name)
     assert_close(straight, expected(ALL[name]))
-    assert_equal(resumed, straight)
+    assert same_bits(resumed, straight)
 
 
 class TwoRanks(NamedTuple):
@@ -116,7 +113,7 @@ def two_ranks(directory: Path) -> list[TwoRanks]:
 )
 def test_two_ranks_go_on_with_all_that_their_optimizer_keeps(two_ranks: list[TwoRanks], name: str, kind: str) -> None:
     for rank in two_ranks:
-        assert_equal(rank.resumed[kind][name], rank.straight[kind][name])
+        assert same_bits(rank.resumed[kind][name], rank.straight[kind][name])
         if name in EXACT or kind == "Replicated":
             assert_close(rank.straight[kind][name], expected(ALL[name]))
 
