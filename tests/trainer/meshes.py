@@ -14,7 +14,7 @@ import dream_trainer as dt
 from tests.api import DistributedDataLoader, MoE, packed_attention, packed_attention_mask
 from tests.trainer import stages
 from tests.trainer.arithmetic import full
-from tests.trainer.small import CaseConfig as Config, Noting, fit_each, run_config
+from tests.trainer.small import CaseConfig as Config, Noting, case_config, fit_each
 from tests.trainer.stages import count, state_of, united, weights_of
 
 VOCABULARY, WIDTH, HEAD, LENGTH, BATCH = 16, 16, 4, 8, 16
@@ -246,33 +246,16 @@ class Trained(Noting):
 
 
 def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
-    return run_config(
+    policy = {"on_nonfinite": "skip" if case.poisoned else "raise"}
+    return case_config(
+        case,
         experiment,
-        Config,
-        device_parameters=dt.DeviceParameters(
-            device="cpu",
-            pipeline_parallel=case.pp,
-            context_parallel=case.cp,
-            expert_parallel=case.ep,
-            tensor_parallel=case.tp,
-            precision=case.precision,  # type: ignore[arg-type]
-            dp_replicate="auto" if isinstance(case.shard, int) else 1,
-            dp_shard=case.shard,  # type: ignore[arg-type]
-            activation_checkpointing=case.recompute,  # type: ignore[arg-type]
-            compile=case.compile,
-        ),
+        {"dp_replicate": "auto" if isinstance(case.shard, int) else 1},
+        {"train_batch_size": BATCH // (case.dp * case.accumulation), "num_sanity_val_steps": 0} | policy | training,
         compile_parameters=dt.CompileParameters(backend="aot_eager"),
         tensor_parallel_parameters=dt.TensorParallelParameters(loss_parallel=case.loss_parallel),
         context_parallel_parameters=dt.ContextParallelParameters(attention=case.attention),
         pipeline_parallel_parameters=dt.PipelineParallelParameters(schedule=case.schedule),
-        training_parameters=dt.TrainingParameters(
-            **{"n_epochs": 1, "gradient_clip_norm": case.clip, "gradient_accumulation_steps": case.accumulation}
-            | {"train_batch_size": BATCH // (case.dp * case.accumulation), "num_sanity_val_steps": 0}
-            | {"on_nonfinite": "skip" if case.poisoned else "raise"}
-            | training
-        ),
-        logger_parameters=dt.LoggerParameters(loggers=(), log_every_n_steps=1),
-        case=case,
     )
 
 

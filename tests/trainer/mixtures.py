@@ -12,7 +12,7 @@ import dream_trainer as dt
 from tests.api import DistributedDataLoader, MoE
 from tests.trainer.arithmetic import Tokens, full, step_by_hand
 from tests.trainer.meshes import count, mean_loss
-from tests.trainer.small import CaseConfig as Config, Noting, run_config
+from tests.trainer.small import CaseConfig as Config, Noting, case_config
 
 VOCABULARY, WIDTH, HIDDEN, LENGTH, STEPS, BATCH = 13, 8, 12, 8, 10, 8
 RATE = 0.02
@@ -148,29 +148,12 @@ class Trained(Noting):
 
 
 def config_of(case: Case, experiment: str = "case", **changes: Any) -> Config:
-    training = {"n_epochs": 1, "gradient_clip_norm": case.clip, "gradient_accumulation_steps": case.accumulation}
-    return run_config(
+    return case_config(
+        case,
         experiment,
-        Config,
-        device_parameters=dt.DeviceParameters(
-            device="cpu",
-            dp_replicate=case.replicate,  # type: ignore[arg-type]
-            dp_shard=case.shard,  # type: ignore[arg-type]
-            expert_parallel=case.ep,
-            context_parallel=case.cp,
-            tensor_parallel=case.tp,
-            compile=case.backend is not None,
-            overlap_reduce=case.overlap,
-            activation_checkpointing=case.recompute,  # type: ignore[arg-type]
-            **changes.pop("devices", {}),
-        ),
-        training_parameters=dt.TrainingParameters(**training | changes.pop("training", {})),
-        checkpoint_parameters=changes.pop(
-            "checkpoints", dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False)
-        ),
+        {"compile": case.backend is not None} | changes.pop("devices", {}),
+        changes.pop("training", {}),
         compile_parameters=dt.CompileParameters(backend=case.backend or "eager"),
-        logger_parameters=dt.LoggerParameters(loggers=(), log_every_n_steps=1),
-        case=case,
         **changes,
     )
 

@@ -13,7 +13,7 @@ import dream_trainer as dt
 from tests.api import DistributedDataLoader, packed_attention, packed_attention_mask
 from tests.trainer.arithmetic import fill, step_by_hand
 from tests.trainer.meshes import count, mean_loss
-from tests.trainer.small import CaseConfig as Config, Noting, run_config
+from tests.trainer.small import CaseConfig as Config, Noting, case_config
 
 VOCABULARY, WIDTH, HEAD, LENGTH, STEPS = 13, 16, 4, 16, 5
 
@@ -167,29 +167,14 @@ class Trained(Noting):
 
 
 def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
-    return run_config(
+    replicas = "auto" if isinstance(case.shard, int) else case.dp
+    return case_config(
+        case,
         experiment,
-        Config,
-        device_parameters=dt.DeviceParameters(
-            device="cpu",
-            context_parallel=case.cp,
-            tensor_parallel=case.tp,
-            dp_replicate="auto" if isinstance(case.shard, int) else case.dp,
-            dp_shard=case.shard,  # type: ignore[arg-type]
-            activation_checkpointing=case.recompute,  # type: ignore[arg-type]
-            overlap_reduce=case.overlap,
-            cpu_offload=case.offload,
-            compile=case.backend is not None,
-        ),
+        {"dp_replicate": replicas, "compile": case.backend is not None},
+        {"train_batch_size": rows_per_batch(case), "num_sanity_val_steps": 0} | training,
         compile_parameters=dt.CompileParameters(backend=case.backend or "inductor"),
         context_parallel_parameters=dt.ContextParallelParameters(attention=case.attention),
-        training_parameters=dt.TrainingParameters(
-            **{"n_epochs": 1, "gradient_clip_norm": case.clip, "train_batch_size": rows_per_batch(case)}
-            | {"gradient_accumulation_steps": case.accumulation, "num_sanity_val_steps": 0}
-            | training
-        ),
-        logger_parameters=dt.LoggerParameters(loggers=(), log_every_n_steps=1),
-        case=case,
     )
 
 

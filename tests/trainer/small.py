@@ -143,6 +143,37 @@ def run_config(experiment: str = "run", cls: Callable[..., Any] = dt.DreamTraine
     return cls(**defaults | fields)
 
 
+DEVICES = {
+    "pp": "pipeline_parallel",
+    "cp": "context_parallel",
+    "tp": "tensor_parallel",
+    "ep": "expert_parallel",
+    "shard": "dp_shard",
+    "replicate": "dp_replicate",
+    "overlap": "overlap_reduce",
+    "offload": "cpu_offload",
+    "recompute": "activation_checkpointing",
+    "precision": "precision",
+    "compile": "compile",
+}
+"""Device parameters by the names that cases have for them."""
+
+
+def case_config(case: Any, experiment: str, devices: dict[str, Any], training: dict[str, Any], **fields: Any) -> Any:
+    """A config of a case that trains an epoch and logs each step, as far as the others don't say otherwise."""
+    of_case = {name: getattr(case, short) for short, name in DEVICES.items() if hasattr(case, short)}
+    steps = {"n_epochs": 1, "gradient_clip_norm": case.clip, "gradient_accumulation_steps": case.accumulation}
+    return run_config(
+        experiment,
+        CaseConfig,
+        device_parameters=dt.DeviceParameters(**{"device": "cpu"} | of_case | devices),
+        training_parameters=dt.TrainingParameters(**steps | training),
+        logger_parameters=LoggerParameters(loggers=(), log_every_n_steps=1),
+        case=case,
+        **fields,
+    )
+
+
 def fit(trainer: Any) -> Any:
     """Trains and closes."""
     with trainer:

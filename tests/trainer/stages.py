@@ -13,7 +13,7 @@ from torch import Tensor
 import dream_trainer as dt
 from tests.api import DistributedDataLoader
 from tests.trainer.arithmetic import Tokens, full, loss_of as mean_loss, step_by_hand
-from tests.trainer.small import CaseConfig as Config, Noting, fit_each, run_config, weights
+from tests.trainer.small import CaseConfig as Config, Noting, case_config, fit_each, weights
 
 VOCABULARY, WIDTH, LENGTH, STEPS, BATCH, BLOCKS = 13, 8, 6, 4, 16, 5
 
@@ -132,32 +132,16 @@ class Trained(Noting):
 def config_of(
     case: Case, experiment: str = "case", *, saves: bool = False, callbacks: Sequence[dt.Callback] = (), **training: Any
 ) -> Config:
-    return run_config(
+    pipeline = dt.PipelineParallelParameters(schedule=case.schedule, microbatches=case.microbatches)
+    return case_config(
+        case,
         experiment,
-        Config,
-        device_parameters=dt.DeviceParameters(
-            device="cpu",
-            pipeline_parallel=case.pp,
-            dp_replicate="auto" if isinstance(case.shard, int) else 1,
-            dp_shard=case.shard,  # type: ignore[arg-type]
-            activation_checkpointing=case.recompute,  # type: ignore[arg-type]
-            precision=case.precision,  # type: ignore[arg-type]
-            compile=case.compile,
-        ),
-        pipeline_parallel_parameters=dt.PipelineParallelParameters(
-            schedule=case.schedule,  # type: ignore[arg-type]
-            microbatches=case.microbatches,
-        ),
+        {"dp_replicate": "auto" if isinstance(case.shard, int) else 1},
+        {"train_batch_size": BATCH // (case.dp * case.accumulation), "num_sanity_val_steps": 0} | training,
+        pipeline_parallel_parameters=pipeline,
         compile_parameters=dt.CompileParameters(backend="aot_eager"),
-        training_parameters=dt.TrainingParameters(
-            **{"n_epochs": 1, "gradient_clip_norm": case.clip, "gradient_accumulation_steps": case.accumulation}
-            | {"train_batch_size": BATCH // (case.dp * case.accumulation), "num_sanity_val_steps": 0}
-            | training
-        ),
-        logger_parameters=dt.LoggerParameters(loggers=(), log_every_n_steps=1),
         checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=saves),
         callbacks=callbacks,
-        case=case,
     )
 
 

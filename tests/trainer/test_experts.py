@@ -70,11 +70,11 @@ def test_training_equals_a_loop_written_by_hand(cases: list[Case]) -> None:
 
 
 def stop_and_go_on(case: Case) -> list[dict[str, Any]]:
-    checkpoints = dt.CheckpointParameters(save_every_n_epochs=None)
+    saves = dt.CheckpointParameters(save_every_n_epochs=None)
     results = []
     for experiment, steps in (("unbroken", 4), ("broken", 2), ("broken", 4)):
         config = config_of(
-            case, experiment, training={"max_steps": steps}, checkpoints=checkpoints, callbacks=[EMA(decay=0.5)]
+            case, experiment, training={"max_steps": steps}, checkpoint_parameters=saves, callbacks=[EMA(decay=0.5)]
         )
         with Trained(config) as trainer:
             trainer.fit()
