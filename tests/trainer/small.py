@@ -342,6 +342,11 @@ class Sharded(Spread, dt.FSDPMixin):
     """Any number of processes, sharded."""
 
 
+def sharded(kind: type[Any]) -> type[Any]:
+    """The same trainer with FSDPMixin."""
+    return type(f"Sharded{kind.__name__}", (kind, dt.FSDPMixin), {})
+
+
 class Validates:
     """Mix in: the loss over validation batches."""
 

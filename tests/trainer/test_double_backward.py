@@ -8,8 +8,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
-import dream_trainer as dt
-from tests.trainer.small import Batch, filled_network, fit_each, make_config, network, sgd, train_on, weights
+from tests.trainer.small import Batch, filled_network, fit_each, make_config, network, sgd, sharded, train_on, weights
 from tests.trainer.test_several_models import Body, micro_batches
 from tests.worlds import run_world
 
@@ -57,10 +56,6 @@ class Penalised(Body):
         return {}
 
 
-class ShardedPenalised(Penalised, dt.FSDPMixin):
-    pass
-
-
 CASES = [
     Case(kind, layout, accumulation)
     for layout in ("replicate", "fsdp")
@@ -71,7 +66,7 @@ CASES = [
 def train_all() -> list[dict[str, Tensor]]:
     def made(case: Case) -> Penalised:
         config = make_config(n_epochs=1, gradient_accumulation_steps=case.accumulation)
-        return (ShardedPenalised if case.layout == "fsdp" else Penalised)(config, case)
+        return (sharded(Penalised) if case.layout == "fsdp" else Penalised)(config, case)
 
     return fit_each(map(made, CASES), lambda trainer: weights(trainer.critic))
 

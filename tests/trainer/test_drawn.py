@@ -31,7 +31,7 @@ import dream_trainer as dt
 from dream_trainer.trainer.step import buckets
 from tests.api import DistributedDataLoader, PerRankLoader, epoch_order
 from tests.trainer.arithmetic import fill, full, same_bits
-from tests.trainer.small import Config as SmallConfig, network, run_config
+from tests.trainer.small import Config as SmallConfig, network, run_config, sharded
 from tests.worlds import KeptWorld
 
 WIDTH, SEED = 3, 7
@@ -352,10 +352,6 @@ class Drawn(dt.BaseTrainer, dt.SetupMixin, dt.CheckpointMixin, dt.ActivationChec
             self.request_stop("the test says so")
 
 
-class ShardedDrawn(Drawn, dt.FSDPMixin):
-    """The same, sharded."""
-
-
 def make_config(case: Case, experiment: str, *, saves: bool) -> Config:
     window = case.batch_size * case.ranks * case.accumulation
     accumulation = (
@@ -390,7 +386,7 @@ def run(case: Case, experiment: str, stops: tuple[int | None, ...]) -> dict[str,
         torch.manual_seed(hash(stop))  # as a new process would find the generators in any state
         random.seed(stop)
         config = make_config(case, experiment, saves=stop is not None)
-        with (ShardedDrawn if case.layout == "fsdp" else Drawn)(config, stop) as trainer:
+        with (sharded(Drawn) if case.layout == "fsdp" else Drawn)(config, stop) as trainer:
             trainer.fit()
             assert stop is None or trainer.global_step == stop
             for name, value in {"seen": trainer.seen, "losses": trainer.losses, "norms": trainer.norms}.items():

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import dream_trainer as dt
 from tests.api import ConfigError, DistributedDataLoader, JoinedBuffers, World, refuse_unsupported
-from tests.trainer.small import Samples, Spread, fill, make_config, network, train_by_hand, weights, windows
+from tests.trainer.small import Samples, Spread, fill, make_config, network, sharded, train_by_hand, weights, windows
 from tests.worlds import run_world
 
 
@@ -32,10 +32,6 @@ class Scales(Spread, dt.CheckpointMixin):
     make_model = Scaled
 
 
-class ShardedScales(Scales, dt.FSDPMixin):
-    pass
-
-
 def train(cls: type[Scales], experiment: str, accumulation: int, steps: int) -> tuple[dict[str, Tensor], list[float]]:
     config = make_config(max_steps=steps, gradient_accumulation_steps=accumulation)
     config.experiment = experiment
@@ -46,7 +42,7 @@ def train(cls: type[Scales], experiment: str, accumulation: int, steps: int) -> 
 
 
 def train_both() -> list[tuple[dict[str, Tensor], list[float]]]:
-    return [train(cls, cls.__name__, 1, 3) for cls in (Scales, ShardedScales)]
+    return [train(cls, cls.__name__, 1, 3) for cls in (Scales, sharded(Scales))]
 
 
 @pytest.mark.pitfall(84)
@@ -61,7 +57,7 @@ def test_scalars_train_and_resume_on_another_number_of_ranks() -> None:
         for state, its_norms in found:
             assert its_norms == pytest.approx(norms[:3], rel=1e-11)
             torch.testing.assert_close(state, states[2], rtol=0, atol=1e-12)
-    for cls in (Scales, ShardedScales):
+    for cls in (Scales, sharded(Scales)):
         state, its_norms = train(cls, cls.__name__, 2, 6)
         assert its_norms == pytest.approx(norms[3:6], rel=1e-9)
         torch.testing.assert_close(state, states[5], rtol=0, atol=1e-10)

@@ -66,10 +66,6 @@ class TwoHeads(Body):
         return {}
 
 
-class ShardedTwoHeads(TwoHeads, dt.FSDPMixin):
-    pass
-
-
 def count_of_first(batch: small.Batch) -> int:
     return int(batch[2][0]) % 5 + 1
 
@@ -97,7 +93,7 @@ def two_heads_by_hand(world_size: int) -> dict[str, Any]:
 
 def train_both() -> list[dict[str, Any]]:
     config = small.make_config(n_epochs=1, gradient_accumulation_steps=ACCUMULATION, gradient_clip_norm=CLIP)
-    return [results_of(cls(config)) for cls in (TwoHeads, ShardedTwoHeads)]
+    return [results_of(cls(config)) for cls in (TwoHeads, small.sharded(TwoHeads))]
 
 
 @pytest.fixture(scope="module", params=[1, 2])

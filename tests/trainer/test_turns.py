@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
 from tests.api import StepError
-from tests.trainer.small import WIDTH, Batch, filled_network, fit, make_config, network, sgd, weights
+from tests.trainer.small import WIDTH, Batch, filled_network, fit, make_config, network, sgd, sharded, weights
 from tests.trainer.test_several_models import Body, micro_batches
 from tests.worlds import run_world
 
@@ -129,8 +129,8 @@ def train(case: Case) -> dict[str, Any]:
         devices=dt.DeviceParameters(device="cpu", activation_checkpointing=case.recompute),
         **policy,
     )
-    mixins = (dt.FSDPMixin,) if case.layout == "fsdp" else ()
-    with type("Made", (KINDS[case.kind], *mixins), {})(config, case) as trainer:
+    kind = KINDS[case.kind]
+    with (sharded(kind) if case.layout == "fsdp" else kind)(config, case) as trainer:
         trainer.fit()
         return {name: weights(model) for name, model in trainer.named_models().items()}
 
@@ -257,9 +257,8 @@ def test_a_window_that_leaves_gradients_in_a_model_is_an_error_that_names_it(acc
 
 def forgiven() -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     found = []
-    for mixins in ((), (dt.FSDPMixin,)):
-        forgives, frozen = (made(type("Made", (kind, *mixins), {})) for kind in (Forgives, Frozen))
-        with forgives as one, frozen as other:
+    for forgives, frozen in ((Forgives, Frozen), (sharded(Forgives), sharded(Frozen))):
+        with made(forgives) as one, made(frozen) as other:
             one.fit()
             other.fit()
             found.append((weights(one.second), weights(other.second)))

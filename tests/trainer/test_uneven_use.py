@@ -24,6 +24,7 @@ from tests.trainer.small import (
     error_of,
     fill,
     make_config,
+    sharded,
     train_by_hand,
     weights,
     windows,
@@ -94,13 +95,9 @@ class Uneven(Spread):
         return count_of(batch) if self.case.weighted else None
 
 
-class ShardedUneven(Uneven, dt.FSDPMixin):
-    pass
-
-
 def made(case: Case, config: Any, *, is_sharded: bool) -> Uneven:
     data = DistributedDataLoader(Samples(LENGTH), SIZE)
-    trainer = (ShardedUneven if is_sharded else Uneven)(config, data, make_optimizer=adamw)
+    trainer = (sharded(Uneven) if is_sharded else Uneven)(config, data, make_optimizer=adamw)
     trainer.case = case
     return trainer
 
