@@ -62,13 +62,18 @@ def test_saved_counters_are_those_of_the_completed_work() -> None:
     assert [(m.step, m.epoch, m.samples_seen) for m, _ in saved] == [(1, 0, 4), (2, 0, 8), (3, 1, 12), (4, 1, 16)]
 
 
-def test_state_of_a_type_that_cannot_be_kept_is_an_error_before_the_first_step() -> None:
+@pytest.mark.parametrize("is_registered", [False, True])
+def test_state_of_a_type_that_cannot_be_kept_is_an_error_before_the_first_step(is_registered: bool) -> None:
     class Holds(Saves):
+        def configure_models(self) -> None:
+            super().configure_models()
+            self.register_state("lock", lambda: {"inner": object() if is_registered else 1}, lambda saved: None)
+
         def state_dict(self) -> dict[str, Any]:
-            return super().state_dict() | {"model": {"inner": object()}}
+            return super().state_dict() | ({} if is_registered else {"model": {"inner": object()}})
 
     trainer = Holds(make_config())
-    with pytest.raises(TypeError, match=r"user\.model\.inner"):
+    with pytest.raises(TypeError, match="object" if is_registered else r"user\.model\.inner"):
         fit(trainer)
     assert trainer.local_batches == 0
 

@@ -154,6 +154,9 @@ def test_what_is_logged_after_a_validation_has_its_step_or_is_nothing(caplog: py
     [
         *((lambda t, name=name: t.log(name, 1.0), ValueError, name) for name in Stamp._fields),
         (lambda t: t.log("", 1.0), TypeError, "'' is not a name"),
+        (lambda t: t.log({"loss": 1.0}, 2.0), TypeError, "a dict and a value"),
+        (lambda t: t.log("loss"), TypeError, r"log\('loss'\) has no value"),
+        (lambda t: t.log({"loss": 1.0}, step=4), TypeError, "unexpected keyword argument 'step'"),
         (
             lambda t: t.log_image("seen", torch.zeros(4, 3, 8, 8)),
             ValueError,
@@ -645,19 +648,6 @@ def test_a_dict_is_logged_as_its_values_one_by_one(method: str) -> None:
             name[4:]: value for name, value in line.items() if name.startswith("one/")
         }
         assert "dict/square" in line
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "said"),
-    [
-        (({"loss": 1.0}, 2.0), {}, "a dict and a value"),
-        (("loss",), {}, r"log\('loss'\) has no value"),
-        (({"loss": 1.0},), {"step": 4}, "unexpected keyword argument 'step'"),
-    ],
-)
-def test_neither_a_name_with_a_value_nor_a_dict(arguments: tuple[Any, ...], options: dict[str, Any], said: str) -> None:
-    with pytest.raises(TypeError, match=said):
-        Algorithm(make_config()).log(*arguments, **options)
 
 
 def logged(images: Any, **options: Any) -> numpy.ndarray:

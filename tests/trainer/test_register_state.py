@@ -1,7 +1,5 @@
 """`register_state`: what a callback keeps beside the trainer goes on where it was, on other ranks too."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -79,15 +77,3 @@ def test_mistakes_are_told() -> None:
         trainer.fit()
         with pytest.raises(HookError, match=r"register_state\('x'\) was called after the checkpoint was loaded"):
             trainer.register_state("x", int, print)
-
-
-def test_state_that_cannot_be_saved_is_told_before_the_first_step() -> None:
-    class Holds(Saves):
-        def configure_models(self) -> None:
-            super().configure_models()
-            self.register_state("lock", lambda: {"it": object()}, lambda saved: None)
-
-    trainer: Any = Holds(make_config())
-    with pytest.raises(TypeError, match="object"):
-        fit(trainer)
-    assert trainer.global_step == 0
