@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -145,17 +146,6 @@ def damage(path: Path) -> str:
 
 
 @contextmanager
-def replaced(place: Any, name: str, value: Any) -> Iterator[None]:
-    """`place.name` is `value` inside; for ranks, which have no fixtures."""
-    before = getattr(place, name)
-    setattr(place, name, value)
-    try:
-        yield
-    finally:
-        setattr(place, name, before)
-
-
-@contextmanager
 def before_writing(act: Callable[[Snapshot], None]) -> Iterator[None]:
     """Calls `act` with each snapshot in the thread that writes it, before anything is on the disk."""
     write = saver.write_checkpoint
@@ -164,7 +154,7 @@ def before_writing(act: Callable[[Snapshot], None]) -> Iterator[None]:
         act(snapshot)
         return write(root, snapshot, **options)
 
-    with replaced(saver, "write_checkpoint", act_and_write):
+    with mock.patch.object(saver, "write_checkpoint", act_and_write):
         yield
 
 

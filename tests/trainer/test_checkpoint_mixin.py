@@ -1,8 +1,6 @@
 """CheckpointMixin: when it saves, what it resumes, what it refuses, and what it says."""
 
 import logging
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,9 +194,8 @@ class BestInTheMiddle(Saves):
         vars(self).setdefault("validated", {})[metrics["val/distance"]] = weights(self.model)
 
 
-def best_and_last(directory: str) -> tuple[bool, bool, bool]:
+def best_and_last() -> tuple[bool, bool, bool]:
     """Whether the best weights are those of the best validation, whether they are the last, and whether fit goes on."""
-    os.chdir(directory)
     with BestInTheMiddle(make_config(keep_best=1, **BEST)) as trainer:
         with pytest.raises(CheckpointError, match=r"no checkpoint has a value of val/distance but NaN\. Train first"):
             trainer.load_best()
@@ -212,9 +209,8 @@ def best_and_last(directory: str) -> tuple[bool, bool, bool]:
     return same[0], same[1], same[2]
 
 
-def loaded_in_mid_run(directory: str) -> bool:
+def loaded_in_mid_run() -> bool:
     """Whether training went on from the best weights, which all ranks have, as if nothing had been loaded."""
-    os.chdir(directory)
     found = []
     for experiment in ("loads", "straight"):
         with BestInTheMiddle(make_config(experiment=experiment, keep_best=1, **BEST)) as trainer:
@@ -223,8 +219,8 @@ def loaded_in_mid_run(directory: str) -> bool:
     return all(torch.equal(found[0][name], found[1][name]) for name in found[1])
 
 
-def test_the_best_is_loaded_in_mid_run_on_all_ranks_alike(tmp_path: Path) -> None:
-    assert run_world(loaded_in_mid_run, 2, str(tmp_path)) == [True, True]
+def test_the_best_is_loaded_in_mid_run_on_all_ranks_alike() -> None:
+    assert run_world(loaded_in_mid_run, 2) == [True, True]
 
 
 def test_a_best_that_was_not_kept_is_said_with_both_values(caplog: pytest.LogCaptureFixture) -> None:
@@ -239,8 +235,8 @@ def test_a_best_that_was_not_kept_is_said_with_both_values(caplog: pytest.LogCap
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_weights_of_the_best_validation_are_loaded_and_trained_on(ranks: int, tmp_path: Path) -> None:
-    assert run_world(best_and_last, ranks, str(tmp_path)) == [(True, False, False)] * ranks
+def test_the_weights_of_the_best_validation_are_loaded_and_trained_on(ranks: int) -> None:
+    assert run_world(best_and_last, ranks) == [(True, False, False)] * ranks
 
 
 class Wrapped(BestInTheMiddle):

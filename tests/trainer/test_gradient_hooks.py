@@ -1,6 +1,5 @@
 """Hooks on the gradients of parameters act as if gradients were changed between backward and step, or are refused."""
 
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -67,8 +66,7 @@ def scale(parameter: Tensor, factor: float) -> None:
         parameter.grad *= factor  # one batch in a window, and of a pipeline with one micro-batch on its way
 
 
-def train(items: list[tuple[str, Case]], directory: str) -> list[tuple[dict[str, Tensor], list[float]]]:
-    os.chdir(directory)
+def train(items: list[tuple[str, Case]]) -> list[tuple[dict[str, Tensor], list[float]]]:
     results = []
     for way, case in items:
         Scaled.way = way
@@ -78,12 +76,12 @@ def train(items: list[tuple[str, Case]], directory: str) -> list[tuple[dict[str,
     return results
 
 
-def test_they_act_on_every_mesh_as_changes_by_hand(tmp_path: Path) -> None:
+def test_they_act_on_every_mesh_as_changes_by_hand() -> None:
     before, after = "configure_models register_hook", "configure_optimizers register_hook"
     accumulated = "configure_optimizers register_post_accumulate_grad_hook"
     early = "configure_models register_post_accumulate_grad_hook"
     alone = [("by hand", case()), *((way, case()) for way in (before, after, accumulated, early))]
-    ((expected, norms), *others) = run_world(train, 1, alone, str(tmp_path))[0]
+    ((expected, norms), *others) = run_world(train, 1, alone)[0]
     for weights, found in others:
         assert found == norms
         assert same_bits(weights, expected)
@@ -96,7 +94,7 @@ def test_they_act_on_every_mesh_as_changes_by_hand(tmp_path: Path) -> None:
         (accumulated, case(dp=2, shard=2)),
         (accumulated, case(tp=2)),
     ]
-    for (_, of), *ranks in zip(items, *run_world(train, 2, items, str(tmp_path)), strict=True):
+    for (_, of), *ranks in zip(items, *run_world(train, 2, items), strict=True):
         weights = united([weights for weights, _ in ranks]) if of.pp > 1 else ranks[0][0]
         torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-10)
         assert ranks[0][1] == pytest.approx(norms, rel=1e-10)
@@ -142,7 +140,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("way", "mesh", "says"), REFUSED)
 def test_those_that_would_not_be_called_are_refused(way: str, mesh: dict[str, int], says: str, tmp_path: Path) -> None:
-    code = f"from tests.trainer.test_gradient_hooks import case, train; train([({way!r}, case(**{mesh}))], '.')"
+    code = f"from tests.trainer.test_gradient_hooks import case, train; train([({way!r}, case(**{mesh}))])"
     for status, error in run_ranks(code, 2, tmp_path):
         assert status == 1
         assert re.search(says, error), error

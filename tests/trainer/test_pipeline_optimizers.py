@@ -1,7 +1,5 @@
 """Optimizers of parts of a model in stages: a rank without such a part has one of nothing."""
 
-import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,18 +65,16 @@ def test_stages_that_step_in_another_order_are_refused_before_anything_is_saved(
     assert not list(tmp_path.rglob("step_*/manifest.json"))
 
 
-def hop(case: Case, experiment: str, directory: str, *steps: int) -> list[dict[str, Any]]:
-    os.chdir(directory)
+def hop(case: Case, experiment: str, *steps: int) -> list[dict[str, Any]]:
     options: dict[str, Any] = {"saves": True, "val_every_n_epochs": None}
     return [train(OfParts, [case], experiment, max_steps=max_steps, **options)[0] for max_steps in steps]
 
 
 @pytest.mark.parametrize("clip", [0.05, pytest.param(None, marks=pytest.mark.slow)])
-def test_a_rank_without_a_part_steps_nothing_and_checkpoints_have_all(clip: float | None, tmp_path: Path) -> None:
-    case, directory = Case(clip=clip), str(tmp_path)
-    alone = run_world(hop, 1, replace(case, pp=1), "alone", directory, 4)[0][0]
-    ranks = run_world(hop, 2, replace(case, pp=2), "hops", directory, 2, 3)
-    last = run_world(hop, 1, replace(case, pp=1), "hops", directory, 4)[0][0]
+def test_a_rank_without_a_part_steps_nothing_and_checkpoints_have_all(clip: float | None) -> None:
+    alone = run_world(hop, 1, Case(clip=clip), "alone", 4)[0][0]
+    ranks = run_world(hop, 2, Case(2, clip=clip), "hops", 2, 3)
+    last = run_world(hop, 1, Case(clip=clip), "hops", 4)[0][0]
     for first, second in ranks:
         assert [*first["norms"], *second["norms"], *last["norms"]] == pytest.approx(alone["norms"], rel=1e-10)
     torch.testing.assert_close(last["weights"], alone["weights"], rtol=1e-9, atol=1e-9)

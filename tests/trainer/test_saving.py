@@ -7,6 +7,7 @@ import time
 import traceback
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -113,7 +114,7 @@ def test_a_save_waits_for_the_one_before_it() -> None:
         running.remove(snapshot.step)
         return path
 
-    with saves.replaced(saver, "write_checkpoint", slow):
+    with mock.patch.object(saver, "write_checkpoint", slow):
         trainer = saves.run(save_every_n_steps=1)
     assert trainer.saved == saves.steps_of(trainer) == list(range(1, saves.STEPS + 1))
     assert most == [1] * saves.STEPS
@@ -200,7 +201,10 @@ class Waits(saves.Saves):
 @pytest.mark.pitfall(31)
 def test_an_error_of_the_writer_is_raised_at_the_next_step_with_its_traceback() -> None:
     trainer = Waits(saves.make_config(save_every_n_steps=2, save_every_n_epochs=None))
-    with saves.replaced(store, "write_file", disk_is_gone), pytest.raises(CheckpointError, match="of step 2") as info:
+    with (
+        mock.patch.object(store, "write_file", disk_is_gone),
+        pytest.raises(CheckpointError, match="of step 2") as info,
+    ):
         saves.fit(trainer)
     assert len(trainer.losses) in (2, 3)  # the writer may fail before the next window begins
     text = "".join(traceback.format_exception(info.value))
@@ -213,7 +217,7 @@ def test_an_error_of_the_writer_is_raised_at_the_next_step_with_its_traceback() 
 def fail_on_rank_1() -> None:
     trainer = Waits(saves.make_config(save_every_n_steps=2), length=4 * saves.STEPS)
     broken = disk_is_gone if os.environ["RANK"] == "1" else store.write_file
-    with saves.replaced(store, "write_file", broken), trainer:
+    with mock.patch.object(store, "write_file", broken), trainer:
         trainer.fit()
 
 
@@ -243,7 +247,7 @@ def at_two(directory: str) -> dict[str, Any]:
 
         config = saves.make_config(experiment=experiment, training={"n_epochs": 2}, **checkpoint)
         trainer = Opens(config, gate, length=4 * saves.STEPS)
-        with saves.replaced(saver, "write_checkpoint", write_and_wait):
+        with mock.patch.object(saver, "write_checkpoint", write_and_wait):
             saves.fit(trainer)
         return {"told": trainer.told_at, "saved": trainer.saved, "there": saves.steps_of(trainer), "seen": trainer.seen}
 
@@ -257,7 +261,7 @@ def at_two(directory: str) -> dict[str, Any]:
         return write(path, content)
 
     write = store.write_file
-    with saves.replaced(store, "write_file", fail_once):
+    with mock.patch.object(store, "write_file", fail_once):
         found["failing"] = train("failing", save_every_n_steps=4, save_every_n_epochs=None, on_save_error="warn")
     return found
 

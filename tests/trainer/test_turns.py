@@ -186,18 +186,14 @@ def train_all() -> list[dict[str, Any]]:
     return [train(case) for case in CASES]
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def ranks(request: pytest.FixtureRequest) -> list[list[dict[str, Any]]]:
-    return run_world(train_all, request.param)
-
-
 @pytest.mark.pitfall(70)
 @pytest.mark.pitfall(71)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_models_in_turns_train_as_by_hand(ranks: list[list[dict[str, Any]]], case: Case) -> None:
-    expected = by_hand(case, len(ranks))
-    for rank in ranks:
-        torch.testing.assert_close(rank[CASES.index(case)], expected, rtol=1e-10, atol=1e-12)
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_models_in_turns_train_as_by_hand(n_ranks: int) -> None:
+    for case, *ranks in zip(CASES, *run_world(train_all, n_ranks), strict=True):
+        expected = by_hand(case, n_ranks)
+        for found in ranks:
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12, msg=f"{case}: {{}}".format)
 
 
 class Leaks:

@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -39,7 +40,7 @@ class Timed(saves.Saves):
 
 def fit_timed(config: saves.Config, slow_ranks: tuple[int, ...] = (0,), length: int = 2 * saves.STEPS) -> saves.Saves:
     clock = Clock()
-    with saves.replaced(mixin, "time", clock):
+    with mock.patch.object(mixin, "time", clock):
         trainer = Timed(config, length=length)
         trainer.clock, trainer.slow_ranks = clock, slow_ranks
         return saves.fit(trainer)
