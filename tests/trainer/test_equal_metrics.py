@@ -11,7 +11,7 @@ import torchmetrics
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import dream_trainer as dt
-from tests.trainer.small import Batch, Samples, Sharded, Spread, Validates, fit, make_config, outcome, told
+from tests.trainer.small import Batch, Samples, Spread, Validates, fit, make_config, outcome, sharded, told
 from tests.trainer.test_rank_differences import loader
 from tests.worlds import run_world
 
@@ -66,10 +66,6 @@ class Replicas(Measures, Spread):
     config: Any
 
 
-class Shards(Measures, Sharded):
-    config: Any
-
-
 def run(cls: type, make: Callable[[], Any], sanity: int = 0) -> Any:
     config = make_config(n_epochs=2, num_sanity_val_steps=sanity)
     trainer = cls(config, loader(), loader(14))
@@ -83,7 +79,7 @@ def run(cls: type, make: Callable[[], Any], sanity: int = 0) -> Any:
 def run_all() -> list[Any]:
     found = [
         run(cls, make)
-        for cls in (Replicas, Shards)
+        for cls in (Replicas, sharded(Replicas))
         for make in (lambda: own(sync_on_compute=False), Untold, own, lambda: own(Rounded))
     ]
     return [*found, run(Replicas, lambda: own(sync_on_compute=False), sanity=2)]

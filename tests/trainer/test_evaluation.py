@@ -155,21 +155,18 @@ def test_predict_takes_validation_loaders_by_name() -> None:
         assert trainer.predict("val/far")["number"].tolist() == [0, 1, 2]
 
 
-def sum_of_entries() -> Any:
-    """A metric that keeps an entry for each sample, as ROUGEScore and MeanAveragePrecision do."""
+class SumOfEntries(Metric):
+    """Keeps an entry for each sample, as ROUGEScore and MeanAveragePrecision do."""
 
-    class SumOfEntries(Metric):
-        def __init__(self) -> None:
-            super().__init__()
-            self.add_state("entries", [], dist_reduce_fx=None)
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("entries", [], dist_reduce_fx=None)
 
-        def update(self, values: torch.Tensor) -> None:
-            self.entries.extend(values)
+    def update(self, values: torch.Tensor) -> None:
+        self.entries.extend(values)
 
-        def compute(self) -> torch.Tensor:
-            return torch.stack(self.entries).sum()
-
-    return SumOfEntries()
+    def compute(self) -> torch.Tensor:
+        return torch.stack(self.entries).sum()
 
 
 class Measured(small.Validates):
@@ -181,7 +178,7 @@ class Measured(small.Validates):
 
         # These keep what they get in lists, which are empty or shorter on some ranks.
         self.curves = MetricCollection({"auroc": BinaryAUROC(), "precision": BinaryAveragePrecision()}, prefix="curve_")
-        self.entries, self.never = sum_of_entries(), BinaryAUROC()
+        self.entries, self.never = SumOfEntries(), BinaryAUROC()
         self._own_entries = SumMetric()
         self.mae = MeanAbsoluteError().set_dtype(torch.float64)
         self.more = MetricCollection({"pearson": PearsonCorrCoef().set_dtype(torch.float64)})
@@ -304,13 +301,9 @@ class SpreadMeasured(Measured, small.Spread, dt.EvalMixin):
     pass
 
 
-class ShardedMeasured(Measured, small.Sharded, dt.EvalMixin):
-    pass
-
-
 def measure() -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, cls in {"replicate": SpreadMeasured, "fsdp": ShardedMeasured}.items():
+    for name, cls in {"replicate": SpreadMeasured, "fsdp": small.sharded(SpreadMeasured)}.items():
         for size in (2, 4):
             train = DistributedDataLoader(Samples(12), 2)
             with cls(make_config(n_epochs=2), train, DataLoader(Samples(7), size)) as trainer:
@@ -324,7 +317,8 @@ def measure() -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     mine = batches(3)[: rank + 1]
     train = DistributedDataLoader(Samples(12), 2)
-    with ShardedMeasured(make_config(n_epochs=1, fsdp=small.BY_BLOCKS), train, PerRankLoader(mine)) as trainer:
+    config = make_config(n_epochs=1, fsdp=small.BY_BLOCKS)
+    with small.sharded(SpreadMeasured)(config, train, PerRankLoader(mine)) as trainer:
         trainer.fit()
         found["unequal"] = (trainer.metrics, trainer.evaluate(), None, None, weights(trainer.model))
     return found

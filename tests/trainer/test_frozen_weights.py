@@ -82,19 +82,12 @@ class Tuned(dt.DreamTrainer):
         return {"loss": loss}
 
 
-class Followed(Tuned):
-    moves_teacher = True
-
-
-class Thawed(Tuned):
-    thaws = True
-
-
-class Changed(Tuned):
-    base = "other.safetensors"
-
-
-KINDS = {kind.__name__: kind for kind in (Tuned, Followed, Thawed, Changed)}
+KINDS: dict[str, dict[str, Any]] = {
+    "Tuned": {},
+    "Followed": {"moves_teacher": True},
+    "Thawed": {"thaws": True},
+    "Changed": {"base": "other.safetensors"},
+}
 
 
 def train(kind: str, experiment: str, steps: int, **checkpoint: Any) -> dict[str, Tensor]:
@@ -108,7 +101,7 @@ def train(kind: str, experiment: str, steps: int, **checkpoint: Any) -> dict[str
             **{"save_every_n_epochs": None, "save_frozen": False} | checkpoint
         ),
     )
-    with KINDS[kind](config) as trainer:
+    with type(kind, (Tuned,), KINDS[kind])(config) as trainer:
         trainer.fit()
         return {f"{name}.{k}": v for name, model in trainer.named_models().items() for k, v in weights(model).items()}
 

@@ -50,17 +50,13 @@ class Replicated(dt.BaseTrainer, dt.SetupMixin):
         raise AssertionError("max_steps=0 trains nothing")
 
 
-class Sharded(Replicated, dt.FSDPMixin):
-    pass
-
-
 def build(layout: str, families: list[str], seed: int = 42) -> Replicated:
     """A trainer whose setup is done, the global generators in any state before it."""
     torch.seed()
     training, devices = dt.TrainingParameters(max_steps=0), LAYOUTS[layout]()
     parameters = {"training_parameters": training, "device_parameters": devices}
     config = small.run_config(layout, Config, seed=seed, families=tuple(families), **parameters)
-    trainer = (Replicated if layout == "replicate" else Sharded)(config)
+    trainer = (Replicated if layout == "replicate" else small.sharded(Replicated))(config)
     trainer.fit()
     return trainer
 

@@ -83,10 +83,6 @@ class Replicas(Joins, small.Spread):
     config: Any
 
 
-class Shards(Joins, small.Sharded):
-    config: Any
-
-
 def run(base: type, make: type[nn.Module], policies: Any) -> dict[str, Any]:
     config = make_config(n_epochs=2)
     config.experiment = f"{base.__name__} {make.__name__} {len(policies)}"
@@ -109,7 +105,9 @@ def run(base: type, make: type[nn.Module], policies: Any) -> dict[str, Any]:
 
 
 CASES: list[tuple[type, type[nn.Module], Any]] = [
-    (base, make, policies) for base in (Replicas, Shards) for make, policies in ((Running, RUNNING), (Queue, QUEUE))
+    (base, make, policies)
+    for base in (Replicas, small.sharded(Replicas))
+    for make, policies in ((Running, RUNNING), (Queue, QUEUE))
 ]
 
 

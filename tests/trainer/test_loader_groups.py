@@ -52,7 +52,7 @@ def by_hand(kind: str) -> torch.nn.Module:
     return model
 
 
-class Several(small.Sharded, dt.CheckpointMixin, dt.LoggerMixin):
+class Several(small.Sharded, dt.CheckpointMixin):
     """Adds the losses of what is in the batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
@@ -69,18 +69,15 @@ def train(
     directory: Path | str,
     steps: int | None = STEPS,
     accumulation: int = 1,
-    callbacks: tuple[dt.Callback, ...] = (),
     **training: Any,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights after `steps` in all, resuming what is in `directory`, and what was counted."""
     os.chdir(directory)
     config = small.run_config(
         cls=small.Config,
-        callbacks=dt.CallbackCollection(list(callbacks)),
         training_parameters=dt.TrainingParameters(
             max_steps=steps, gradient_accumulation_steps=accumulation, **training
         ),
-        logger_parameters=dt.LoggerParameters(loggers=(), log_every_n_steps=1),
         checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None),
     )
     with Several(config, loaders) as trainer:
@@ -89,7 +86,7 @@ def train(
             name: getattr(trainer, name)
             for name in ("global_step", "current_epoch", "samples_seen", "steps_per_epoch", "total_steps", "seen")
         }
-        return small.weights(trainer.model), counted | {"lines": [dict(line) for line in trainer.history]}
+        return small.weights(trainer.model), counted
 
 
 def train_built(kind: str, directory: str, steps: int, parts: int, accumulation: int) -> Any:

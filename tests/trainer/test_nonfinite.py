@@ -223,10 +223,7 @@ class BadSpread(Poisoned, small.Spread):
     poisoned_rank = 1
 
 
-class BadSharded(Poisoned, small.Sharded):
-    poisoned_rank = 1
-
-
+BadSharded = small.sharded(BadSpread)
 ON_RANKS: list[tuple[Any, Any, str]] = [(BadSpread, small.fused_adamw, "skip"), (BadSpread, small.sgd, "retry")]
 ON_RANKS += [(BadSharded, small.sgd, "skip"), (BadSharded, small.fused_adamw, "retry")]
 ON_RANKS += [(BadSharded, small.fused_adamw, "raise")]

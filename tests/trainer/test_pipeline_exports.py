@@ -20,13 +20,8 @@ class Loaded(Trained):
     """With frozen layers in both stages, which come from a file."""
 
     def configure_models(self) -> None:
-        self.said: list[str] = []
         super().configure_models()
         self.model.blocks[-1].requires_grad_(False)
-
-    def warn_once(self, key: str, message: str) -> None:
-        self.said.append(message)
-        super().warn_once(key, message)
 
     def load_pretrained(self) -> None:
         load_weights(self.model, "base.safetensors")
@@ -40,10 +35,9 @@ def travel(case: Case, experiment: str, *steps: int) -> list[dict[str, Any]]:
         with Loaded(replace(config, checkpoint_parameters=checkpoints)) as trainer:
             trainer.fit()
             averages = trainer.get_callback(EMA).checkpoint_tensors()
-            results.append(result_of(trainer))
+            results.append(result_of(trainer) | {"averages": {name: full(value) for name, value in averages.items()}})
             with trainer.gathered(trainer.model):
-                results[-1] |= {"gathered": trainer.model.state_dict(), "said": trainer.said}
-            results[-1]["averages"] = {name: full(value) for name, value in averages.items()}
+                results[-1]["gathered"] = trainer.model.state_dict()
             trainer.export(f"{experiment}-{max_steps}", dtype=torch.float32)
             trainer.export(f"{experiment}-{max_steps}.safetensors", weights="ema")
     return results

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader, IterableShards, LoaderGroup, PerRankLoader, StreamLoader
-from tests.trainer.small import Alone, Sharded, Spread, fill, make_config
+from tests.trainer.small import Alone, Spread, fill, make_config, sharded
 from tests.worlds import run_world
 
 TRAIN, VAL = 8, 7
@@ -96,10 +96,6 @@ class Replicas(Counting, Spread):
     pass
 
 
-class Shards(Counting, Sharded):
-    pass
-
-
 def told(trainer: Any) -> dict[str, Any]:
     """What an epoch told of its samples, whose weights never moved."""
     with trainer:
@@ -125,7 +121,7 @@ def of_class(cls: type[Any], collate: Any) -> dict[str, Any]:
 
 
 def on_two_ranks() -> list[dict[str, Any]]:
-    return [of_class(cls, collate) for cls, collate in ((Replicas, time_first), (Shards, as_lists))]
+    return [of_class(cls, collate) for cls, collate in ((Replicas, time_first), (sharded(Replicas), as_lists))]
 
 
 def assert_counted(found: dict[str, Any]) -> None:

@@ -218,10 +218,6 @@ class SpreadChecked(Counted, small.Spread, dt.EvalMixin):
     pass
 
 
-class ShardedChecked(Counted, small.Sharded, dt.EvalMixin):
-    pass
-
-
 def train_loader() -> DistributedDataLoader:
     return DistributedDataLoader(small.Samples(12), 2)
 
@@ -232,7 +228,7 @@ def validate_everywhere() -> dict[str, Any]:
     loaders = {str(size): DataLoader(small.Samples(7), size, drop_last=True) for size in (1, 3, 8)}
     loaders |= {"one sample": DataLoader(small.Samples(1), 4), "unequal": PerRankLoader(unequal)}
     loaders["unsized"] = PerRankLoader(Unsized(unequal))
-    for name, cls in {"replicate": SpreadChecked, "fsdp": ShardedChecked}.items():
+    for name, cls in {"replicate": SpreadChecked, "fsdp": small.sharded(SpreadChecked)}.items():
         for kind, loader in loaders.items():
             with cls(small.make_config(n_epochs=1), train_loader(), loader) as trainer:
                 trainer.fit()
