@@ -16,7 +16,7 @@ from tests.api import ConfigError, DistributedDataLoader, fsdp_modules
 from tests.overlap import overlap_on_the_cpu
 from tests.trainer import arithmetic, test_tensor_parallel as split
 from tests.trainer.arithmetic import full
-from tests.trainer.small import run_config
+from tests.trainer.small import Built, Validates, fused_adamw, run_config
 from tests.worlds import run_world
 
 WIDTH, N_BLOCKS, N_STEPS = 8, 4, 5
@@ -48,9 +48,13 @@ class Net(nn.Module):
         return self.head(x)
 
 
-class Trained(dt.DreamTrainer):
-    def configure_models(self) -> None:
-        self.model: nn.Module = Net()
+class Trained(Validates, Built, dt.DreamTrainer):
+    make_model: Any = Net
+    init_weights = dt.DreamTrainer.init_weights
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config, make_optimizer=fused_adamw)
+        self.compilations: list[int] = []
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
         x = torch.randn(4 * N_STEPS + 2, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -58,37 +62,25 @@ class Trained(dt.DreamTrainer):
         size = self.config.training_parameters.train_batch_size
         return DistributedDataLoader(data, size), DistributedDataLoader(data, size, drop_last=False)
 
-    def configure_optimizers(self) -> None:
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
-        self.losses: list[float] = []
-        self.compilations: list[int] = []
-
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
-        loss = F.mse_loss(self.model(batch[0]), batch[1])
-        self.backward(loss)
-        self.step(self.model, self.optimizer)
-        self.losses.append(loss.item())
+        result = super().training_step(batch, batch_idx)
         self.compilations.append(len(compilations))
-        return {"loss": loss}
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
-        return {"loss": F.mse_loss(self.model(batch[0]), batch[1])}
+        return result
 
 
 class Whole(Trained):
     """A model without repeated blocks, of a class of PyTorch's own."""
 
-    def configure_models(self) -> None:
-        self.model = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, 1))
+    make_model = staticmethod(lambda: nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, 1)))
 
 
 class Encoder(Trained):
     """Blocks of a class of PyTorch's own."""
 
-    def configure_models(self) -> None:
+    def make_model(self) -> nn.Module:
         layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
         blocks = nn.TransformerEncoder(layer, N_BLOCKS, enable_nested_tensor=False)
-        self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), blocks, nn.Linear(WIDTH, 1))
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), blocks, nn.Linear(WIDTH, 1))
 
 
 def config_of(experiment: str, *, backend: str | None, recompute: str = "none", n_ranks: int = 1) -> Any:

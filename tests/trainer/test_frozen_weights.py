@@ -1,6 +1,7 @@
 """Frozen weights left out of checkpoints: runs that go on from such are, bit for bit, those never interrupted."""
 
 import os
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +120,7 @@ TEACHER = {f"teacher.{name}" for name in network().state_dict()}
 STORED = {"Tuned": ADAPTERS, "Followed": ADAPTERS | TEACHER, "Thawed": ADAPTERS | HEAD}
 
 
-def run_all(directory: str) -> dict[str, Any]:
-    os.chdir(directory)
+def run_all() -> dict[str, Any]:
     return {
         kind: {
             "straight": train(kind, "straight", 6, save_frozen=True),
@@ -133,13 +133,12 @@ def run_all(directory: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=[1, 2])
 def all_runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    path, before = tmp_path_factory.mktemp(f"{request.param}-ranks"), os.getcwd()
+    path = tmp_path_factory.mktemp(f"{request.param}-ranks")
     save_file(base_values(), path / "base.safetensors")
     changed = {name: value + (name == "0.0.0.weight") * 1e-9 for name, value in base_values().items()}
     save_file(changed, path / "other.safetensors")
-    found = [run_all(str(path))] if request.param == 1 else run_world(run_all, 2, str(path))
-    os.chdir(before)
-    return path, found
+    with chdir(path):
+        return path, [run_all()] if request.param == 1 else run_world(run_all, 2)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch.nn as nn
 
 import dream_trainer as dt
 from tests.api import DataError, DistributedDataLoader, Mixture, Stage
-from tests.trainer.small import Config, run_config
+from tests.trainer.small import Built, Config, run_config
 from tests.worlds import run_world
 
 GLOBAL_BATCH, STEPS = 8, 24
@@ -30,15 +30,14 @@ class OtherWeights(dt.Callback):
             trainer.train_dataloader.dataset.set_weights({"docs": 1, "code": 1})
 
 
-class Mixed(dt.DreamTrainer):
+class Mixed(Built, dt.DreamTrainer):
     """Notes its samples in a file of each rank."""
+
+    make_model = staticmethod(lambda: nn.Linear(1, 1))
 
     def __init__(self, config: Config, options: dict[str, Any]) -> None:
         super().__init__(config)
         self.options = options
-
-    def configure_models(self) -> None:
-        self.model = nn.Linear(1, 1)
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
         mixture = Mixture(
@@ -53,9 +52,6 @@ class Mixed(dt.DreamTrainer):
             workers["multiprocessing_context"] = "fork"
         size = GLOBAL_BATCH // (self.world.dp_size * self.config.training_parameters.gradient_accumulation_steps)
         return DistributedDataLoader(mixture, size, **workers), None
-
-    def configure_optimizers(self) -> None:
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-9)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> dict[str, Any]:
         with open(f"samples_{self.world.rank}.txt", "a") as file:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import chdir
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,10 +94,8 @@ def train_on_two(directory: str) -> TwoRanks:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    before, place = Path.cwd(), tmp_path_factory.mktemp("runs")
-    os.chdir(place)
-    yield place
-    os.chdir(before)
+    with chdir(place := tmp_path_factory.mktemp("runs")):
+        yield place
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ samples, weights and moments at any."""
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import chdir
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,8 @@ def plans(all_cases: bool) -> dict[str, Sequence[int]]:
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory, plans: dict[str, Sequence[int]]) -> dict[str, Any]:
-    before = os.getcwd()
-    try:
-        return run_plans(str(tmp_path_factory.mktemp("one")), plans, {})
-    finally:
-        os.chdir(before)
+    with chdir(tmp_path_factory.mktemp("one")):
+        return run_plans(".", plans, {})
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +97,8 @@ def test_two_ranks_draw_differently_and_hold_the_same_statistics(two_ranks: list
 
 @pytest.fixture(scope="module")
 def saved_at_each_step(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    directory, before = tmp_path_factory.mktemp("saved"), os.getcwd()
-    os.chdir(directory)
-    try:
+    with chdir(directory := tmp_path_factory.mktemp("saved")):
         return directory, train(make_config("run", **saving()))
-    finally:
-        os.chdir(before)
 
 
 def saving() -> dict[str, Any]:

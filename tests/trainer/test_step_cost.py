@@ -19,7 +19,7 @@ import dream_trainer as dt
 from dream_trainer import callbacks as cb
 from tests.api import DistributedDataLoader, Flags, fsdp_modules, gathered_twins, local_tensor
 from tests.late_norms import norms_are_read_late
-from tests.trainer.small import BY_BLOCKS, WIDTH, Batch, Samples, fit, make_config
+from tests.trainer.small import BY_BLOCKS, WIDTH, Alone, Batch, Built, Samples, fit, make_config
 from tests.worlds import run_world
 
 pytestmark = pytest.mark.usefixtures("late_norms")
@@ -69,22 +69,12 @@ def data() -> Any:
 class Body:
     """The step of both trainers; starts and ends the counting at the same place of a window."""
 
+    make_model = staticmethod(model)
+
     def __init__(self, config: Any, weighted: bool = False) -> None:
-        super().__init__(config)
+        super().__init__(config, make_optimizer=optimizer_for)
         self.counts, self.weighted = Counts(), weighted
         self.counting = contextlib.ExitStack()
-
-    def configure_models(self) -> None:
-        self.model = model()
-
-    def setup(self) -> None:
-        super().setup()
-        if not isinstance(self, dt.SetupMixin):
-            self.model = model()
-            self.optimizer = optimizer_for(self.model)
-
-    def configure_optimizers(self) -> None:
-        self.optimizer = optimizer_for(self.model)
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
         return data(), None
@@ -103,12 +93,12 @@ class Body:
         return {"loss": loss}
 
 
-class Bare(Body, dt.BaseTrainer):
+class Bare(Body, Alone):
     pass
 
 
-class Whole(Body, dt.DreamTrainer):
-    pass
+class Whole(Body, Built, dt.DreamTrainer):
+    init_weights = dt.DreamTrainer.init_weights
 
 
 def counted(trainer: Any) -> dict[str, int]:
