@@ -114,23 +114,27 @@ class Noting(dt.DreamTrainer):
 
 def make_config(
     *,
+    experiment: str = "run",
     seed: int = 42,
     callbacks: Sequence[dt.Callback] = (),
     devices: dt.DeviceParameters | None = None,
     loggers: tuple[Any, ...] = (),
     log_every: int = 10,
     fsdp: dt.FSDPParameters | None = None,
+    checkpoint: CheckpointParameters | None = None,
     **training: Any,
 ) -> Config:
     """A config on the CPU whose further arguments are training parameters."""
     return run_config(
-        cls=Config,
+        experiment,
+        Config,
         seed=seed,
         callbacks=dt.CallbackCollection(callbacks),
         device_parameters=devices or dt.DeviceParameters(device="cpu"),
         fsdp_parameters=fsdp or dt.FSDPParameters(),
         training_parameters=dt.TrainingParameters(**training),
         logger_parameters=LoggerParameters(loggers=loggers, log_every_n_steps=log_every),
+        **{} if checkpoint is None else {"checkpoint_parameters": checkpoint},
     )
 
 

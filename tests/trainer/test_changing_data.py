@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import dream_trainer as dt
 from tests.api import DataError, DistributedDataLoader
-from tests.trainer.small import Config, Samples, Spread, fit, outcome, run_config, weights
+from tests.trainer.small import Config, Samples, Spread, fit, make_config, outcome, weights
 from tests.worlds import run_world
 
 STEPS = [4, 5, 6]
@@ -73,12 +73,8 @@ class ReplacesOnce(Records):
 
 
 def config(experiment: str = "run", **training: Any) -> Config:
-    return run_config(
-        experiment,
-        Config,
-        training_parameters=dt.TrainingParameters(**({"n_epochs": 3} | training)),
-        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, async_save=False),
-    )
+    checkpoint = dt.CheckpointParameters(save_every_n_epochs=None, async_save=False)
+    return make_config(experiment=experiment, checkpoint=checkpoint, **{"n_epochs": 3} | training)
 
 
 def train(kind: type[Records], data: Any, stop_after: int | None = None, **training: Any) -> Records:

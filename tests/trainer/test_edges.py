@@ -29,9 +29,7 @@ class Plateau(Spread, dt.CheckpointMixin):
 
 
 def plateau() -> Plateau:
-    config = make_config(n_epochs=1)
-    config.checkpoint_parameters = dt.CheckpointParameters()
-    return Plateau(config, batches(6))
+    return Plateau(make_config(n_epochs=1, checkpoint=dt.CheckpointParameters()), batches(6))
 
 
 def test_a_step_that_is_refused_is_none_and_the_last_finished_one_is_saved() -> None:

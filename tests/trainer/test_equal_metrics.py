@@ -117,8 +117,7 @@ class StepsByItself(Replicas, dt.CheckpointMixin):
 
 
 def rates() -> list[str]:
-    config = make_config(n_epochs=2)
-    config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=1)
+    config = make_config(n_epochs=2, checkpoint=dt.CheckpointParameters(save_every_n_epochs=1))
     trainer = StepsByItself(config, loader(), loader(14))
     trainer.make = own
     with told() as lines:

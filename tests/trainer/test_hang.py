@@ -40,8 +40,9 @@ class Hangs(Sharded, dt.CheckpointMixin):
 
 
 def train() -> None:
-    config = make_config(max_steps=6, devices=dt.DeviceParameters(device="cpu", hang_timeout_seconds=4.0))
-    config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_steps=2, async_save=False)
+    devices = dt.DeviceParameters(device="cpu", hang_timeout_seconds=4.0)
+    checkpoint = dt.CheckpointParameters(save_every_n_steps=2, async_save=False)
+    config = make_config(max_steps=6, devices=devices, checkpoint=checkpoint)
     fit(Hangs(config, DistributedDataLoader(Samples(24), 2)))
 
 

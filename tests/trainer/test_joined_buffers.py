@@ -84,9 +84,9 @@ class Replicas(Joins, small.Spread):
 
 
 def run(base: type, make: type[nn.Module], policies: Any) -> dict[str, Any]:
-    config = make_config(n_epochs=2)
-    config.experiment = f"{base.__name__} {make.__name__} {len(policies)}"
-    config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=None)
+    name = f"{base.__name__} {make.__name__} {len(policies)}"
+    checkpoint = dt.CheckpointParameters(save_every_n_epochs=None)
+    config = make_config(experiment=name, n_epochs=2, checkpoint=checkpoint)
     trainer = type("Of", (base,), {"make": make, "policies": policies})(config, loader(N_TRAINED), loader(N_VALIDATED))
     with small.told() as lines, trainer:
         trainer.fit()
@@ -98,7 +98,7 @@ def run(base: type, make: type[nn.Module], policies: Any) -> dict[str, Any]:
         }
         (newest,) = trainer.checkpoints()
     if trainer.world.rank == 0:
-        out = Path(f"{config.experiment}.safetensors")
+        out = Path(f"{name}.safetensors")
         export_checkpoint(newest.path, out)
         found["state"] = load_file(out)
     return found | {"lines": [line for line in lines if "buffers differ" in line]}
@@ -152,9 +152,8 @@ def look_once() -> list[list[str]]:
     """Warnings of a run that only validates, of one that only saves, and of one without a class."""
     of_runs = []
     for saves in (False, True):
-        config = make_config(n_epochs=2)
-        config.experiment = f"saves {saves}"
-        config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=saves)
+        checkpoint = dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=saves)
+        config = make_config(experiment=f"saves {saves}", n_epochs=2, checkpoint=checkpoint)
         cls = type("Of", (Replicas,), {"policies": {}})
         with small.told() as lines:
             fit(cls(config, loader(N_TRAINED), None if saves else loader(N_VALIDATED)))

@@ -65,21 +65,13 @@ class Several(small.Sharded, dt.CheckpointMixin):
 
 
 def train(
-    loaders: Any,
-    directory: Path | str,
-    steps: int | None = STEPS,
-    accumulation: int = 1,
-    **training: Any,
+    loaders: Any, directory: Path | str, steps: int | None = STEPS, accumulation: int = 1, **training: Any
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights after `steps` in all, resuming what is in `directory`, and what was counted."""
     os.chdir(directory)
-    config = small.run_config(
-        cls=small.Config,
-        training_parameters=dt.TrainingParameters(
-            max_steps=steps, gradient_accumulation_steps=accumulation, **training
-        ),
-        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None),
-    )
+    checkpoint = dt.CheckpointParameters(save_every_n_epochs=None)
+    steps_and_more = {"max_steps": steps, "gradient_accumulation_steps": accumulation} | training
+    config = small.make_config(checkpoint=checkpoint, **steps_and_more)
     with Several(config, loaders) as trainer:
         trainer.fit()
         counted = {

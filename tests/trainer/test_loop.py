@@ -385,10 +385,8 @@ def test_windows_without_a_step_validate_and_save_no_second_time_at_the_same_ste
             done.append(("saves", self.global_step, self.batch_idx))
 
     done: list[tuple[str, int, int]] = []
-    config = make_config(max_steps=5, val_every_n_steps=2, val_every_n_epochs=None)
-    config.checkpoint_parameters = dt.CheckpointParameters(
-        save_every_n_steps=2, save_every_n_epochs=None, async_save=False
-    )
+    checkpoint = dt.CheckpointParameters(save_every_n_steps=2, save_every_n_epochs=None, async_save=False)
+    config = make_config(max_steps=5, val_every_n_steps=2, val_every_n_epochs=None, checkpoint=checkpoint)
     trainer = fit(Idles(config, batches(12), batches(1)))
     assert trainer.samples_seen == 20
     assert done == [*(("validates", 2, 4), ("saves", 2, 4)), *(("validates", 4, 8), ("saves", 4, 8)), ("saves", 5, 10)]

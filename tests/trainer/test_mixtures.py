@@ -11,7 +11,7 @@ import torch.nn as nn
 
 import dream_trainer as dt
 from tests.api import DataError, DistributedDataLoader, Mixture, Stage
-from tests.trainer.small import Built, Config, run_config
+from tests.trainer.small import Built, Config, make_config
 from tests.worlds import run_world
 
 GLOBAL_BATCH, STEPS = 8, 24
@@ -67,15 +67,13 @@ def train(directory: str, steps: int, accumulation: int, options: dict[str, Any]
     told = os.open(f"stderr_{os.environ['RANK']}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(told, 2)  # of a rank that fails for all, this is what there is to read
     os.close(told)
-    config = run_config(
-        cls=Config,
+    config = make_config(
         seed=5,
         callbacks=[OtherWeights()],
-        training_parameters=dt.TrainingParameters(
-            n_epochs=None, max_steps=steps, gradient_accumulation_steps=accumulation
-        ),
-        logger_parameters=dt.LoggerParameters(loggers=(), log_every_n_steps=3),
-        checkpoint_parameters=dt.CheckpointParameters(save_every_n_steps=4, save_every_n_epochs=None),
+        log_every=3,
+        checkpoint=dt.CheckpointParameters(save_every_n_steps=4, save_every_n_epochs=None),
+        max_steps=steps,
+        gradient_accumulation_steps=accumulation,
     )
     with Mixed(config, options) as trainer:
         trainer.fit()
@@ -145,12 +143,7 @@ class Validated(Mixed):
 
 
 def test_validation_on_the_mixture_that_is_trained_on_is_refused() -> None:
-    config = run_config(
-        "shared",
-        Config,
-        training_parameters=dt.TrainingParameters(n_epochs=None, max_steps=2),
-        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None),
-    )
+    config = make_config(max_steps=2, checkpoint=dt.CheckpointParameters(save_every_n_epochs=None))
     with (
         Validated(config, {"workers": 0, "mixture": {"num_samples": 100}}) as trainer,
         pytest.raises(DataError, match="the validation loader read the same Mixture"),

@@ -87,8 +87,7 @@ def test_after_gradients_that_were_not_finite_fit_does_not_go_on() -> None:
 def test_of_two_trainers_of_one_run_the_one_that_another_has_trained_past_writes_nothing() -> None:
 
     def built(n_epochs: int) -> Evaluates:
-        config = small.make_config(n_epochs=n_epochs)
-        config.checkpoint_parameters = dt.CheckpointParameters(save_at_end=True)
+        config = small.make_config(n_epochs=n_epochs, checkpoint=dt.CheckpointParameters(save_at_end=True))
         return Evaluates(config, small.batches(4), small.batches(1))
 
     def files() -> dict[str, bytes]:
@@ -131,7 +130,8 @@ class Waits(Samples):
             open("waited", "w").close(); os.kill(os.getpid(), signal.SIGINT)
         return super().__getitem__(index)
 
-trainer = Presses(saving_config(), torch.utils.data.DataLoader(Waits(8), batch_size=2), batches(1))
+config = make_config(n_epochs=2, checkpoint=dt.CheckpointParameters(save_every_n_epochs=None))
+trainer = Presses(config, torch.utils.data.DataLoader(Waits(8), batch_size=2), batches(1))
 trainer.fit()
 print("returned at", trainer.global_step, sorted(trainer.evaluate()))
 print("saved", [found.step for found in trainer.checkpoints()])
@@ -161,12 +161,6 @@ def test_ctrl_c_at_a_prompt_returns_from_fit_with_everything_saved_and_fit_goes_
     assert "ended at 8 8" in done.stdout, done.stderr
     assert "as by hand" in done.stdout, done.stderr
     assert "fit() continues" in done.stderr
-
-
-def saving_config() -> Any:
-    config = small.make_config(n_epochs=2)
-    config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=None)
-    return config
 
 
 @pytest.mark.pitfall(87)

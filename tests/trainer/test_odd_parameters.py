@@ -33,9 +33,9 @@ class Scales(Spread, dt.CheckpointMixin):
 
 
 def train(cls: type[Scales], experiment: str, accumulation: int, steps: int) -> tuple[dict[str, Tensor], list[float]]:
-    config = make_config(max_steps=steps, gradient_accumulation_steps=accumulation)
-    config.experiment = experiment
-    config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=None)
+    training = {"max_steps": steps, "gradient_accumulation_steps": accumulation}
+    checkpoint = dt.CheckpointParameters(save_every_n_epochs=None)
+    config = make_config(experiment=experiment, checkpoint=checkpoint, **training)
     with cls(config, DistributedDataLoader(Samples(24), 2), make_optimizer=adamw) as trainer:
         trainer.fit()
         return weights(trainer.model), trainer.norms

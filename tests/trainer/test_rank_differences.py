@@ -134,9 +134,8 @@ class KeepsEqualState(Spread, dt.LoggerMixin, dt.EvalMixin, dt.CheckpointMixin):
 
 
 def saved_with(kind: type, callbacks: list[dt.Callback]) -> list[str]:
-    of_run = make_config(max_steps=4, callbacks=callbacks)
-    of_run.experiment = kind.__name__
-    of_run.checkpoint_parameters = dt.CheckpointParameters(save_every_n_steps=2)
+    checkpoint = dt.CheckpointParameters(save_every_n_steps=2)
+    of_run = make_config(experiment=kind.__name__, max_steps=4, callbacks=callbacks, checkpoint=checkpoint)
     with told() as lines:
         fit(kind(of_run, loader()))
     return [line for line in lines if "on a resume" in line]

@@ -12,7 +12,7 @@ import torch.nn as nn
 
 import dream_trainer as dt
 from tests import api
-from tests.trainer.small import Config, run_config
+from tests.trainer.small import Config, make_config
 from tests.worlds import run_world
 
 GLOBAL_BATCH, ROW, STEPS = 4, 16, 6
@@ -83,14 +83,9 @@ class Scheduled(Words):
 
 
 def config_of(callbacks: tuple[dt.Callback, ...] = (), accumulation: int = 1, **training: Any) -> Config:
-    return run_config(
-        cls=Config,
-        seed=9,
-        callbacks=dt.CallbackCollection(list(callbacks)),
-        training_parameters=dt.TrainingParameters(gradient_accumulation_steps=accumulation, **training),
-        logger_parameters=dt.LoggerParameters(loggers=(), log_every_n_steps=1),
-        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None),
-    )
+    options: dict[str, Any] = {"seed": 9, "callbacks": callbacks, "log_every": 1}
+    checkpoint = dt.CheckpointParameters(save_every_n_epochs=None)
+    return make_config(gradient_accumulation_steps=accumulation, checkpoint=checkpoint, **options | training)
 
 
 def train(directory: str | Path, trainer_class: str = "Words", **options: Any) -> dict[str, Any]:

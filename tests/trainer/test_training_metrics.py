@@ -8,7 +8,7 @@ import torchmetrics
 
 import dream_trainer as dt
 from tests.api import CheckpointError, DistributedDataLoader, computed
-from tests.trainer.small import Batch, Built, Config, Samples, fused_adamw, run_config
+from tests.trainer.small import Batch, Built, Config, Samples, fused_adamw, make_config
 from tests.worlds import run_world
 
 LENGTH = 48
@@ -55,13 +55,9 @@ class Measured(Built, dt.DreamTrainer):
         }
 
 
-def config(experiment: str = "run", **checkpoint: Any) -> Config:
-    return run_config(
-        experiment,
-        Config,
-        training_parameters=dt.TrainingParameters(n_epochs=1, global_batch_size=12, val_every_n_steps=1),
-        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, async_save=False, **checkpoint),
-    )
+def config() -> Config:
+    checkpoint = dt.CheckpointParameters(save_every_n_epochs=None, async_save=False)
+    return make_config(n_epochs=1, global_batch_size=12, val_every_n_steps=1, checkpoint=checkpoint)
 
 
 def train(stop_after: int | None) -> dict[str, Any]:

@@ -195,10 +195,10 @@ class Tasks(Sharded, dt.CheckpointMixin):
 
 
 def run_tasks(how: str, saves: bool) -> tuple[str, int]:
-    config = make_config(max_steps=2, fsdp=BY_BLOCKS)
-    config.checkpoint_parameters = dt.CheckpointParameters(
+    checkpoint = dt.CheckpointParameters(
         save_every_n_steps=1 if saves else None, save_every_n_epochs=None, save_at_end=False, async_save=False
     )
+    config = make_config(max_steps=2, fsdp=BY_BLOCKS, checkpoint=checkpoint)
     trainer = Tasks(config, DistributedDataLoader(Samples(8), SIZE))
     trainer.how = how
     return error_of(trainer), len(trainer.checkpoints())

@@ -112,8 +112,7 @@ KINDS = [
 def train(kind: str, directory: str) -> dict[str, Any]:
     os.chdir(directory)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    config = make_config(n_epochs=3, callbacks=[dt.EMA(0.5)])
-    config.experiment = kind.replace(" ", "-")
+    config = make_config(experiment=kind.replace(" ", "-"), n_epochs=3, callbacks=[dt.EMA(0.5)])
     trainer = Trained(config, DistributedDataLoader(Samples(LENGTH), GLOBAL // ranks))
     trainer.kind = kind
     with trainer:
