@@ -18,6 +18,7 @@ from torch import Tensor
 from dream_trainer.compat.pytorch import default_generator_of
 from dream_trainer.errors import CheckpointError
 
+_numpy: Any = np  # its stubs do not export get_bit_generator and set_bit_generator
 GENERATORS = frozenset(("torch", "python", "numpy"))  # the global CPU generators, by library
 
 
@@ -55,7 +56,7 @@ def seed_everything(seed: int) -> None:
 _MARKS: dict[str, Callable[[], object]] = {
     "torch": lambda: torch.default_generator.get_state().numpy().tobytes(),
     "python": lambda: random.getrandbits(128),
-    "numpy": lambda: np.random.get_bit_generator().random_raw(4).tobytes(),
+    "numpy": lambda: _numpy.random.get_bit_generator().random_raw(4).tobytes(),
 }
 
 
@@ -115,12 +116,12 @@ class preserved_random_state(AbstractContextManager[None]):
         self._is_outermost, self._depth = outside.states is None, outside.depth
         if len(_stand_ins) <= self._depth:
             _stand_ins.append(np.random.MT19937(len(_stand_ins)))
-        self._state = state = torch.default_generator.get_state(), random.getstate(), np.random.get_bit_generator()
+        self._state = state = torch.default_generator.get_state(), random.getstate(), _numpy.random.get_bit_generator()
         self._device_state = None if self._on_device is None else self._on_device.get_state()
         try:
             if self._is_outermost:
                 outside.states = state
-            np.random.set_bit_generator(_stand_ins[self._depth])
+            _numpy.random.set_bit_generator(_stand_ins[self._depth])
             outside.depth += 1
         except BaseException:  # a signal that ends a wait for data may come just here
             self.__exit__()
@@ -141,7 +142,7 @@ class preserved_random_state(AbstractContextManager[None]):
         of_torch, of_python, numpy_generator = self._state
         torch.default_generator.set_state(of_torch)
         random.setstate(of_python)
-        np.random.set_bit_generator(numpy_generator)
+        _numpy.random.set_bit_generator(numpy_generator)
         if self._on_device is not None and self._device_state is not None:
             self._on_device.set_state(self._device_state)
 
