@@ -8,12 +8,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import chain
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,21 @@ from dream_trainer.errors import InitError
 from dream_trainer.meta.tape import Tape
 
 
+@runtime_checkable
+class HasInitWeights(Protocol):
+    def init_weights(self) -> None: ...
+
+
+@runtime_checkable
+class HasResetParameters(Protocol):
+    def reset_parameters(self) -> None: ...
+
+
+@runtime_checkable
+class HasPostInit(Protocol):  # a model of transformers: its constructor ends with `post_init()`
+    def post_init(self) -> None: ...
+
+
 def default_init(model: nn.Module, tape: Tape) -> None:
     """Initialises parameters left by the constructor of `model`, built by this tape or on meta before it."""
     children_first = [*reversed(list(model.modules()))]
@@ -32,24 +47,22 @@ def default_init(model: nn.Module, tape: Tape) -> None:
             tensors = chain(module.parameters(recurse=False), module.buffers(recurse=False))
             if not any(tape.is_untouched(tensor) for tensor in tensors):
                 continue
-            reset: Any = getattr(module, "reset_parameters", None)
             if isinstance(module, (nn.MultiheadAttention, nn.Transformer)):
                 reset_attention_parameters(module)
-            elif callable(reset):
-                reset()
+            elif isinstance(module, HasResetParameters):
+                module.reset_parameters()
         for module in children_first:
-            init_weights: Any = getattr(module, "init_weights", None)
-            if callable(init_weights) and not _has_had_it(module, init_weights, tape):
-                init_weights()
+            if isinstance(module, HasInitWeights) and not _has_had_it(module, tape):
+                module.init_weights()
 
 
-def _has_had_it(module: nn.Module, init_weights: Callable[..., Any], tape: Tape) -> bool:
+def _has_had_it(module: HasInitWeights, tape: Tape) -> bool:
     """Whether `init_weights` must not be called: its work is done, or it cannot be called."""
-    # The constructor of a model of transformers ends with `post_init()`.
-    if hasattr(module, "post_init") or tape.has_initialised(module):
+    assert isinstance(module, nn.Module)
+    if isinstance(module, HasPostInit) or tape.has_initialised(module):
         return True
     # Inner modules often take arguments here (`init_weights(std)`), and are called by their parent.
-    arguments = inspect.signature(init_weights).parameters.values()
+    arguments = inspect.signature(module.init_weights).parameters.values()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     if any(p.default is p.empty and p.kind not in variadic for p in arguments):
         return True
