@@ -33,6 +33,7 @@ class Heartbeat:
     """One rank's side of the heartbeat, from launch until the world is closed."""
 
     store: Store
+    store_of_main: Store
     place: HostPlace
     limit_seconds: float
     where: Callable[[], str] = lambda: "launch"  # training's position; called from a thread
@@ -54,7 +55,11 @@ class Heartbeat:
         return self
 
     def close(self) -> None:
-        """Ends it, which tells the others to ignore this host's silence from now on. Safe to call twice."""
+        """Ends it, and tells the others to ignore this host's silence from now on. Safe to call twice."""
+        if self._closing.is_set():
+            return
+        with suppress(RuntimeError):  # the store has left with its rank
+            self.store_of_main.set(self._key(f"left/{self.place.number}"), "")
         self._closing.set()
         for thread in self._threads:
             thread.join(JOIN_SECONDS)
@@ -80,8 +85,6 @@ class Heartbeat:
                 stopped = self._look_at_neighbours(stopped, now)
             except RuntimeError:  # the store is gone with its rank; ranks that talk to it fail by themselves
                 continue
-        with suppress(RuntimeError):
-            self.store.set(self._key(f"left/{self.place.number}"), "")
 
     def _lost(self, number: int, seconds: float) -> str:
         # A host that has met the others, as messages name it

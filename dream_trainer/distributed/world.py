@@ -269,7 +269,7 @@ class World(Ranks):
             if limit is not None and own is not None:
                 from dream_trainer.distributed.heartbeat import Heartbeat
 
-                _launches.heartbeat = Heartbeat(own, place, limit_seconds=limit).start()
+                _launches.heartbeat = Heartbeat(own, job, place, limit_seconds=limit).start()
         dist.init_process_group(
             backend,
             store=store,

@@ -22,14 +22,15 @@ class FarStore(TCPStore):
         return super().add(key, amount)
 
 
-def connection(port: int, kind: type[TCPStore]) -> TCPStore:
+def connections(port: int, kind: type[TCPStore]) -> list[TCPStore]:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return kind("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+    return [kind("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20)) for _ in range(2)]
 
 
 def hold_the_lock(port: int) -> None:
     """A rank whose main thread runs native code that keeps Python's lock, for much longer than the limit."""
-    heartbeat = Heartbeat(connection(port, FarStore), HostPlace(0, 2, 0, range(1), 1), limit_seconds=LIMIT).start()
+    stores = connections(port, FarStore)
+    heartbeat = Heartbeat(stores[0], stores[1], HostPlace(0, 2, 0, range(1), 1), limit_seconds=LIMIT).start()
     time.sleep(LIMIT / 2)
     ctypes.PyDLL(None).sleep(3)
     time.sleep(LIMIT)
@@ -38,9 +39,10 @@ def hold_the_lock(port: int) -> None:
 
 def bear_silence(port: int) -> None:
     """A rank that hears nothing of the other host, in its setup and then in training."""
-    heartbeat = Heartbeat(connection(port, TCPStore), HostPlace(0, 2, 0, range(1), 1), limit_seconds=LIMIT).start()
+    stores = connections(port, TCPStore)
+    heartbeat = Heartbeat(stores[0], stores[1], HostPlace(0, 2, 0, range(1), 1), limit_seconds=LIMIT).start()
     time.sleep(2.5 * LIMIT)
-    connection(port, TCPStore).set("is set up", "")
+    stores[1].set("is set up", "")
     heartbeat.is_training = True
     time.sleep(60)
 
