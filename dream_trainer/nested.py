@@ -12,13 +12,29 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import OrderedDict, UserDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+
+
+@runtime_checkable
+class Movable(Protocol):
+    """An object that knows by itself how to get to a device, e.g. `PackedSequence`, `TensorDict`."""
+
+    def to(self, device: torch.device) -> Any:
+        """The object on `device`."""
+
+
+@runtime_checkable
+class NamedTupleLike(Protocol):
+    """The interface of every `collections.namedtuple`."""
+
+    @classmethod
+    def _make(cls, iterable: Iterable[Any], /) -> Self: ...
 
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
@@ -53,7 +69,7 @@ def to_device(tree: Any, device: torch.device) -> Any:
         return tree
     if isinstance(tree, Tensor):
         return tree.to(device, non_blocking=tree.is_pinned())
-    if hasattr(kind, "to") and not isinstance(tree, (dict, UserDict)):  # such as PackedSequence, TensorDict
+    if isinstance(tree, Movable) and not isinstance(tree, (dict, UserDict)):
         return tree.to(device)
     return map_children(lambda child: to_device(child, device), tree)
 
@@ -121,7 +137,9 @@ def map_children(visit: Callable[[Any], Any], tree: Any) -> Any:
         items = [visit(value) for value in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
-        return getattr(type(tree), "_make", type(tree))(items)  # a namedtuple's constructor takes them one by one
+        if isinstance(tree, tuple) and isinstance(tree, NamedTupleLike):
+            return tree._make(items)
+        return type(tree)(items)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         values = {field.name: attrgetter(field.name)(tree) for field in dataclasses.fields(tree)}
         changed = {name: new for name, old in values.items() if (new := visit(old)) is not old}
