@@ -213,7 +213,10 @@ class AttentionTakeover(TorchFunctionMode):
         self.is_in_graphs = False  # whether it is for Python code that graphs call as it is, while they are compiled
         self.compiled: dict[Any, Callable[..., Any]] = {}  # for the lengths of sequences, by whose it is
         names = (F.scaled_dot_product_attention, _BY_OPERATION, _BY_OPERATION.default)
-        self.handlers = {**further, **dict.fromkeys(names, attention.scaled_dot_product_attention)}
+        self.handlers: dict[Any, Callable[..., Any]] = {
+            **further,
+            **dict.fromkeys(names, attention.scaled_dot_product_attention),
+        }
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
