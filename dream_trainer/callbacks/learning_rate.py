@@ -27,9 +27,10 @@ class LearningRate(LoggingCallback):
 
     def __init__(self, name: str = "lr") -> None:
         super().__init__(name)
+        self._names: dict[Optimizer, list[str]] = {}  # one for all groups, or one for each
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
-        self._names: dict[Optimizer, list[str]] = {}  # one for all groups, or one for each
+        self._names.clear()
 
     def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
         groups, names = optimizer.param_groups, self._names.get(optimizer, [])
