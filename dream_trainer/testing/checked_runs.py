@@ -70,7 +70,7 @@ class Job:
 
     @property
     def ranks(self) -> int:
-        return prod(self.sizes.values())
+        return prod(size for name, size in self.sizes.items() if name != "expert_parallel")  # which divides others
 
     @property
     def parts(self) -> int:

@@ -105,6 +105,7 @@ class TrainerChecks:
         facts, batch = self.facts, self.batch
         if not facts["ranks"] or batch is None:
             return {}
+        data = "dp_shard" if facts["shards"] else "dp_replicate"
         possible: dict[str, tuple[str, bool, dict[str, int]]] = {
             "2 replicas": ("replicas", batch % 2 == 0, {"dp_replicate": 2}),
             "2 shards": ("shards", batch % 2 == 0 and facts["shards"], {"dp_shard": 2}),
@@ -112,6 +113,7 @@ class TrainerChecks:
             "tensor_parallel=2": ("tensor", "apply_tensor_parallel" in facts["hooks"], {"tensor_parallel": 2}),
             "context_parallel=2": ("context", "cut_batch" in facts["hooks"], {"context_parallel": 2}),
             "pipeline_parallel=2": ("pipeline", is_staged, {"pipeline_parallel": 2}),
+            "expert_parallel=2": ("expert", batch % 2 == 0 and facts["experts"], {data: 2, "expert_parallel": 2}),
         }
         return {
             name: sizes

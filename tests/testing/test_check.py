@@ -23,7 +23,7 @@ from tests.testing.programs import right, wrong
 PROGRAMS = Path(__file__).parent / "programs"
 RIGHT = [
     *("Plain", "Dropout", "BatchNorm", "SavedState", "WeightedTokens", "Adversaries", "GatheredContrast", "everyday"),
-    *("Caches", "Denoiser", "Plateau", "ThawOnce"),
+    *("Caches", "Denoiser", "Plateau", "ThawOnce", "Experts"),
 ]
 # The check that finds a mistake, and what its message names.
 WRONG = {

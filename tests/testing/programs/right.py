@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import dream_trainer as dt
+from dream_trainer.modules import MoE
 from tests.testing.programs.common import Small, default_config as small_config, points
 
 
@@ -208,6 +209,13 @@ class Denoiser(Small):
 
     def loss(self, batch: Any) -> Tensor:
         return F.cross_entropy(self.model(batch[0] + 0.1 * torch.randn_like(batch[0])), batch[1])
+
+
+class Experts(Small):
+    """A mixture of experts, which ranks may share."""
+
+    def configure_models(self) -> None:
+        self.model = nn.Sequential(nn.Linear(6, 16), MoE(16, 8, 4, 2), nn.Linear(16, 2))
 
 
 class Plateau(Small):
