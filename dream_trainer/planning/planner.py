@@ -350,11 +350,11 @@ def plan(
     options["memory"] = None if gpu_memory is None else parse_size(gpu_memory)
     options["rates"] = Rates() if search else None
     try:
-        (found,) = apart(_send_plan, replace(Program.of(program), arguments=overrides), world, **options)
+        (found,) = apart(f"{__name__}.send", replace(Program.of(program), arguments=overrides), world, **options)
     except ConfigError as error:
         raise PlanError(str(error)) from error
     return cast(MeshPlan, found)
 
 
-def _send_plan(program: Program, world: int, asker: Connection, **options: Any) -> None:
+def send(program: Program, world: int, asker: Connection, **options: Any) -> None:
     asker.send(make_plan(program, world, **options))

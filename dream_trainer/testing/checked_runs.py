@@ -38,9 +38,11 @@ from dream_trainer.data.lane_stream import StreamLoader
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.distributed.failure import is_lost_connection
 from dream_trainer.errors import ConfigError, DreamTrainerError
+from dream_trainer.parallel.mixture_of_experts import MoE
 from dream_trainer.testing.program import Program, become_rank, change, move, overridden
 from dream_trainer.testing.run_probe import Probe
 from dream_trainer.trainer.base import BaseTrainer
+from dream_trainer.trainer.mixins.expert_parallel import ExpertParallelMixin
 from dream_trainer.users_code import failing_frame, is_own, line_of
 
 AXES = ("dp_replicate", "dp_shard", "tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel")
@@ -124,7 +126,10 @@ class _CheckedTrainer(BaseTrainer):
         of_packages = [n for n, m in sorted(sys.modules.items()) if "-packages" in str(getattr(m, "__file__", ""))]
         modules = [name for name in of_packages if not name.startswith("_")]
         probe: Any = self.config.callbacks.get(Probe)
-        facts = {"modules": modules, "parses": vars(command_line)["parse"].called, "staged": self._is_staged}
+        parts = (part for model in self.named_models().values() for part in model.modules())
+        has_experts = isinstance(self, ExpertParallelMixin) and any(isinstance(part, MoE) for part in parts)
+        facts = {"modules": modules, "parses": vars(command_line)["parse"].called}
+        facts |= {"staged": self._is_staged, "experts": has_experts}
         write_whole(Path(self._job.directory, f"record_{os.environ['RANK']}"), probe.record | facts)
         end(0)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, cached_property
 from importlib import import_module
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ import numpy as np
 
 from dream_trainer.errors import ConfigError
 from dream_trainer.testing.checked_runs import Launcher, Run
+from dream_trainer.testing.program import Program
 from dream_trainer.testing.run_probe import Summary, Values
 from dream_trainer.testing.suite import CHECKS, Finding, ProgramError
 
@@ -68,7 +70,7 @@ class TrainerChecks:
             told = "changed no config: the program does not call dream_trainer.config.parse, nor from_cli"
             yield Finding("arguments", None, f"{' '.join(arguments)} {told}")
         self._plan(record)
-        self.meshes = self._meshes(record["staged"], meshes)
+        self.meshes = self._meshes(record, meshes)
         self._start(checks)
         for run in (self["alone"], self["again"]):
             if not run.is_whole:
@@ -101,19 +103,20 @@ class TrainerChecks:
             batch, seconds, self.micro_batch = batch // 2, seconds / 2, batch // 2
         self.batch = None if batch is None else batch * facts["accumulation"]
 
-    def _meshes(self, is_staged: bool, wanted: Sequence[str] | None) -> dict[str, dict[str, int]]:
+    def _meshes(self, scout: Mapping[str, Any], wanted: Sequence[str] | None) -> dict[str, dict[str, int]]:
         facts, batch = self.facts, self.batch
         if not facts["ranks"] or batch is None:
             return {}
         data = "dp_shard" if facts["shards"] else "dp_replicate"
+        has_experts = scout["experts"] or "apply_expert_parallel" in facts["hooks"]
         possible: dict[str, tuple[str, bool, dict[str, int]]] = {
             "2 replicas": ("replicas", batch % 2 == 0, {"dp_replicate": 2}),
             "2 shards": ("shards", batch % 2 == 0 and facts["shards"], {"dp_shard": 2}),
             "2 x 2 shards": ("hybrid", batch % 4 == 0 and facts["shards"], {"dp_replicate": 2, "dp_shard": 2}),
             "tensor_parallel=2": ("tensor", "apply_tensor_parallel" in facts["hooks"], {"tensor_parallel": 2}),
             "context_parallel=2": ("context", "cut_batch" in facts["hooks"], {"context_parallel": 2}),
-            "pipeline_parallel=2": ("pipeline", is_staged, {"pipeline_parallel": 2}),
-            "expert_parallel=2": ("expert", batch % 2 == 0 and facts["experts"], {data: 2, "expert_parallel": 2}),
+            "pipeline_parallel=2": ("pipeline", scout["staged"], {"pipeline_parallel": 2}),
+            "expert_parallel=2": ("expert", batch % 2 == 0 and has_experts, {data: 2, "expert_parallel": 2}),
         }
         return {
             name: sizes
@@ -434,6 +437,13 @@ class TrainerChecks:
         )
         text = f"{step:.2f} ms of CPU time a step, {inside:.2f} of them in training_step"
         yield Finding("cost", None, f"{text}; {record['reads']} reads of device values in a step")
+
+
+def send(program: Program, checks: Sequence[str], meshes: Any, asker: Connection, *, quick: bool) -> None:
+    """Sends findings to the process that asks for them, and a line after each run."""
+    with Launcher(program, asker) as launcher:
+        for found in TrainerChecks(launcher, quick=quick).findings(checks, meshes):
+            asker.send(found)
 
 
 def _between(events: Mapping[str, int]) -> list[str]:

@@ -8,7 +8,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from multiprocessing import Pipe
@@ -177,8 +176,8 @@ def preload() -> None:
         import_module(name)
 
 
-def apart(work: Callable[..., object], *args: Any, **named: Any) -> Iterator[Any]:
-    """What the work sends by its last argument, in a new process: it has no threads, so that it can fork others."""
+def apart(function: str, *args: Any, **named: Any) -> Iterator[Any]:
+    """What a function of this path sends by its last argument, in a new process: it has no threads, so it can fork."""
     ours, theirs = Pipe()
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
@@ -188,7 +187,7 @@ def apart(work: Callable[..., object], *args: Any, **named: Any) -> Iterator[Any
     with subprocess.Popen(words, **options), ours:
         theirs.close()
         ours.send(sys.path)
-        ours.send(partial(work, *args, **named))
+        ours.send((function, args, named))
         while (found := ours.recv()) is not None:
             if isinstance(found, BaseException):
                 raise found
@@ -199,9 +198,10 @@ def be_apart(pipe: int) -> None:
     preload()
     with Connection(pipe) as asker:
         sys.path[:] = asker.recv()
-        work = asker.recv()
+        function, args, named = asker.recv()
+        module, _, name = function.rpartition(".")
         try:
-            work(asker)
+            vars(import_module(module))[name](*args, asker, **named)
             asker.send(None)
         except Exception as error:
             if not isinstance(error, DreamTrainerError):

@@ -40,9 +40,7 @@ from dream_trainer.distributed.seeds import WatchedSeeds, hash_seed
 from dream_trainer.events.callback import Callback
 from dream_trainer.nested import leaves
 from dream_trainer.parallel.micro_batches import digest, rows_of
-from dream_trainer.parallel.mixture_of_experts import MoE
 from dream_trainer.parallel.sharding import names_in_whole
-from dream_trainer.trainer.mixins.expert_parallel import ExpertParallelMixin
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, PurePath, date, timedelta, np.generic, count)
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -416,7 +414,6 @@ def _facts(trainer: Any) -> dict[str, Any]:
                 code = inspect.unwrap(method).__code__
                 hooks[name] = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
     dataset = getattr(trainer.train_dataloader, "dataset", None)  # of a loader of any library
-    parts = (part for model in trainer.named_models().values() for part in model.modules())
     return {
         "class": kind.__name__,
         "hooks": hooks,
@@ -427,8 +424,6 @@ def _facts(trainer: Any) -> dict[str, Any]:
         "shards": kind._shards_parameters,
         "saves": kind._saves_checkpoints,
         "ranks": kind._keeps_ranks_equal,
-        "experts": "apply_expert_parallel" in hooks
-        or (isinstance(trainer, ExpertParallelMixin) and any(isinstance(part, MoE) for part in parts)),
         "total_steps": trainer.total_steps,
         "val_batches": sum(len(each) for each in trainer.val_dataloaders.values() if isinstance(each, Sized)),
     }

@@ -7,8 +7,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
-from typing import Any
 
 from dream_trainer.errors import DreamTrainerError
 from dream_trainer.screen import show
@@ -43,21 +41,12 @@ def findings(
     program: Program, *, checks: Sequence[str] = CHECKS, meshes: Sequence[str] | None = None, quick: bool = False
 ) -> Iterator[Finding]:
     """Findings about a program's trainer, as `check_trainer` has them. A terminal shows a line after each run."""
-    for found in apart(_send_findings, program, checks, meshes, quick=quick):
+    for found in apart("dream_trainer.testing.findings.send", program, checks, meshes, quick=quick):
         is_finding = isinstance(found, Finding)
         if sys.stderr.isatty():
             print(f"\r\x1b[2K{'' if is_finding else found}", end="", file=sys.stderr, flush=True)
         if is_finding:
             yield found
-
-
-def _send_findings(program: Program, checks: Any, meshes: Any, asker: Connection, *, quick: bool) -> None:
-    from dream_trainer.testing.checked_runs import Launcher
-    from dream_trainer.testing.findings import TrainerChecks
-
-    with Launcher(program, asker) as launcher:
-        for found in TrainerChecks(launcher, quick=quick).findings(checks, meshes):
-            asker.send(found)
 
 
 def _check(program: MakeTrainer | str, checks: Sequence[str], meshes: Sequence[str] | None, *, quick: bool) -> None:
