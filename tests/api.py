@@ -39,7 +39,7 @@ _NAMES = {
     "dream_trainer.cli.main": "GROUPS main",
     "dream_trainer.cli.new": "EXAMPLES LAUNCH",
     "dream_trainer.cli.plot": "draw panels read_log",
-    "dream_trainer.compat.async_collectives": "options_of_overlap waited why_memory_is_not_shared",
+    "dream_trainer.compat.async_collectives": "waited why_memory_is_not_shared",
     "dream_trainer.compat.attention": "BlockMask attend_flexibly causal_to_the_last_key same_document_mask",
     "dream_trainer.compat.compiler": "is_compiled never_compiled",
     "dream_trainer.compat.forked_start": "sure_to_start",
@@ -97,7 +97,7 @@ _NAMES = {
     ),
     "dream_trainer.distributed.watchdog": "Watchdog",
     "dream_trainer.distributed.world": "World",
-    "dream_trainer.parallel.axes": "AXES",
+    "dream_trainer.parallel.axes": "AXES options_of_overlap",
     "dream_trainer.parallel.axis": "AxisSetup MeshParallelism Parallelism lay_mesh_among_data shape_among_data",
     "dream_trainer.errors": (
         "CheckpointError ConfigError DamagedCheckpointError DataError HookError InitError NonFiniteError "

@@ -70,9 +70,8 @@ def why_memory_is_not_shared(group: ProcessGroup, device: torch.device) -> str |
     return None
 
 
-def options_of_overlap(mode: str | None) -> dict[str, Any]:
-    """The compiler's options that overlap products of split layers with their collectives, and those of `mode`."""
+def options_of_mode(mode: str | None) -> dict[str, Any]:
+    """Options for `torch.compile(options=...)`, which does not accept `mode` at the same time."""
     from torch._inductor import list_mode_options
 
-    of_mode = list_mode_options(mode) if mode else {}  # `torch.compile` does not accept both `options` and `mode`
-    return {**of_mode, "_micro_pipeline_tp": True}
+    return {**list_mode_options(mode)} if mode else {}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn as nn
 
-from dream_trainer.compat.async_collectives import options_of_overlap, waited, why_memory_is_not_shared
+from dream_trainer.compat.async_collectives import options_of_mode, waited, why_memory_is_not_shared
 from dream_trainer.compat.pytorch import is_dtensor
 from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.modules.class_change import Changed, change_class
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from dream_trainer.distributed.world import World
+
+
+def options_of_overlap(mode: str | None) -> dict[str, Any]:
+    """The compiler's options that overlap products of split layers with their collectives, and those of `mode`."""
+    return {**options_of_mode(mode), "_micro_pipeline_tp": True}
 
 
 class Traced(Changed):
