@@ -278,9 +278,9 @@ def test_an_event_is_the_same_for_callbacks_and_the_trainer(event: str) -> None:
 # To be lowered as release 0.4 goes on; docs/baseline.md has where they are to end.
 MOST = {
     "files of the package": 227,
-    "lines of the package": 44_116,
-    "lines of testing/ and planning/": 3_036,
-    "`raise` statements": 689,
+    "lines of the package": 43_703,
+    "lines of testing/ and planning/": 2_996,
+    "`raise` statements": 683,
     "modules under 60 lines": 15,
     "modules with one importer, in their folder": 12,
     "modules in the largest folder": 20,
@@ -292,7 +292,7 @@ MOST = {
     "`WeakKeyDictionary` and `WeakTensorKeyDictionary`": 1,
     "`global` statements": 2,
     "files that import ctypes": 0,
-    "lines of tests": 57_268,
+    "lines of tests": 56_680,
 }
 
 

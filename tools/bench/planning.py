@@ -29,7 +29,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from dream_trainer.checkpoint.store import KnownPlan, TensorWriter
+from dream_trainer.checkpoint.dcp_writer import TensorWriter
+from dream_trainer.checkpoint.store import KnownPlan
 
 ROWS, COLUMNS = 2, 2
 T = TypeVar("T")
