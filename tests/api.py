@@ -34,7 +34,7 @@ _NAMES = {
     "dream_trainer.checkpoint.safe_dcp": "parse_metadata",
     "dream_trainer.checkpoint.saver": "Moment Saver",
     "dream_trainer.checkpoint.saving": "Saving",
-    "dream_trainer.checkpoint.snapshot_writer": "Background HostCopies",
+    "dream_trainer.checkpoint.background": "Background HostCopies",
     "dream_trainer.checks": "divisors",
     "dream_trainer.cli.main": "GROUPS main",
     "dream_trainer.cli.new": "EXAMPLES LAUNCH",

@@ -917,7 +917,7 @@ MUTANTS = [
     ),
     Mutant(
         "a background save refers to the live tensors",
-        "dream_trainer/checkpoint/snapshot_writer.py",
+        "dream_trainer/checkpoint/background.py",
         "return with_local(tensor, copy)",
         "return tensor",
         "tests/checkpoint/test_staging.py tests/trainer/test_saving.py -k moment",

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from dream_trainer.best_value import refuse_missing
 from dream_trainer.cadence import Cadence
+from dream_trainer.checkpoint.background import Background, HostCopies
 from dream_trainer.checkpoint.files import set_newer_aside
 from dream_trainer.checkpoint.run_directory import claim, count_training, release, trainings
 from dream_trainer.checkpoint.saving import Destination, HostSaves, Saving
-from dream_trainer.checkpoint.snapshot_writer import Background, HostCopies
 from dream_trainer.checkpoint.store import KnownPlan, Snapshot, write_checkpoint
 from dream_trainer.cleanup import followed_by, in_a_line
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters, OnSaveError

@@ -31,7 +31,7 @@ def test_an_error_is_raised_once_where_it_is_collected_with_the_line_that_raised
 def test_an_interpreter_that_ends_waits_for_the_task() -> None:
     code = (
         "import time\n"
-        "from dream_trainer.checkpoint.snapshot_writer import Background\n"
+        "from dream_trainer.checkpoint.background import Background\n"
         "Background('name').start(lambda: (time.sleep(0.5), print('done')))\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
