@@ -36,7 +36,7 @@ from dream_trainer.compat.pytorch import ValueReads, local_tensor, steps_taken
 from dream_trainer.data.lane_stream import StreamLoader
 from dream_trainer.data.loader import DistributedDataLoader, training_loaders
 from dream_trainer.data.stream import loader_batch_size
-from dream_trainer.distributed.seeds import WatchedSeeds, hash_seed
+from dream_trainer.distributed.seeds import hash_seed, seed_cpu
 from dream_trainer.events.callback import Callback
 from dream_trainer.nested import leaves
 from dream_trainer.parallel.micro_batches import digest, rows_of
@@ -249,7 +249,8 @@ class Probe(Callback):
         if "still" in self.mode:
             for model in trainer.named_models().values():
                 model.eval()
-            self._seeds = WatchedSeeds(hash_seed(b"check", trainer.global_step + 1))
+            seed_cpu(hash_seed(b"check", trainer.global_step + 1))
+        self._random = _random()
         if is_counted:
             self._counting.enter_context(self._reads)
         self._step["seconds_inside"] -= self._seconds
@@ -260,8 +261,7 @@ class Probe(Callback):
         self._stop_clock()
         self._counting.close()
         self._step["seconds_inside"] += self._seconds
-        if "still" in self.mode:
-            self.record["is_random"] |= bool(self._seeds.drawn())
+        self.record["is_random"] |= _random() != self._random
         numbers = {n: v for n, v in result.items() if type(v) in (float, Tensor) and torch.as_tensor(v).numel() == 1}
         self._step["results"].append({name: float(value) for name, value in numbers.items()})
         self._mark(trainer, "training_step")
@@ -401,6 +401,10 @@ def _samples(batch: Any) -> Iterator[int]:
     alike = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == rows]
     for row in range(rows):
         yield digest([tensor[row] for tensor in alike])
+
+
+def _random() -> Any:
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), str(np.random.get_state(legacy=False))
 
 
 def _facts(trainer: Any) -> dict[str, Any]:
