@@ -190,6 +190,13 @@ class TrainerChecks:
         text = f"{text}: step {found.step} differs in {self._place(found, 'before', 'now')}"
         return Finding(what, False, text, cause())
 
+    @cached_property
+    def _is_of_micro_batches(self) -> bool:
+        """Whether training_step draws random numbers or changes a buffer, so that evaluation mode may be another."""
+        record = self["alone"].records[0]
+        buffers = {name for _, stage, name in record["values"] if stage == "buffers"}
+        return record["is_random"] or any("training_step" in record["written"].get(name, {}) for name in buffers)
+
     def _beyond(self, one: Run, other: Run, moved: Run) -> Difference | None:
         """The first difference beyond rounding, but of values of a validation."""
         return beyond_rounding(one, other, moved, lambda each: each.stage != "logged" or bool(self._is_of_steps(each)))
@@ -294,16 +301,18 @@ class TrainerChecks:
             return Finding(what, False, text, self._about_ranks(run, apart))
         self._compared[name], why = (alone, run, moved), ""
         difference = self._beyond(alone, run, moved)
-        if difference is not None and difference.stage in RANDOM:
+        together = difference is not None and difference.stage == "samples"  # such as padded to the longest of a batch
+        if together or (difference is not None and difference.stage in RANDOM and self._is_of_micro_batches):
             self._begin("alone, still", mode="still")
             still, micro = self["alone, still"], {}
             why = "; with models in evaluation mode, since dropout and batch statistics are of a micro-batch"
-            if still.is_whole and still.records[0]["is_random"]:
+            if together or (still.is_whole and still.records[0]["is_random"]):
+                cause = "samples depend on others of their batch" if together else "training_step draws random numbers"
                 if name == "accumulation":
-                    return Finding(what, None, "not checked: training_step draws random numbers")
+                    return Finding(what, None, f"not checked: {cause}")
                 parts = run.job.parts * run.records[0]["facts"]["accumulation"]
                 micro = {"micro_batch": max(1, (alone.job.batch or 1) // parts)}
-                why += "; with equal ones that draw the same random numbers, since training_step draws some"
+                why += f"; with equal ones that draw the same random numbers, since {cause}"
             own = {"micro_batch": run.job.micro_batch} if name == "accumulation" else {"sizes": self.meshes[name]}
             each = f"still{micro or ''}"
             self._begin(f"alone, {each}", mode="still", **micro)
@@ -371,8 +380,8 @@ class TrainerChecks:
         found = self._beyond(self["alone"], runs[-1], self["moved"])
         if found is None:
             return Finding(what, True, f"{text}, to rounding")
-        if found.stage in RANDOM and self._compared[self.two][0] is not self["alone"]:
-            return Finding(what, True, f"{text}; random numbers and statistics of a micro-batch are not compared")
+        if found.stage in (*RANDOM, "samples") and self._compared[self.two][0] is not self["alone"]:
+            return Finding(what, True, f"{text}; what depends on micro-batches is not compared")
         text = f"{text}: step {found.step} differs in {self._place(found, 'undisturbed', 'resumed')}"
         return Finding(what, False, text, self._lost(runs[-1]))
 

@@ -23,7 +23,7 @@ from tests.testing.programs import right, wrong
 PROGRAMS = Path(__file__).parent / "programs"
 RIGHT = [
     *("Plain", "Dropout", "BatchNorm", "SavedState", "WeightedTokens", "Adversaries", "GatheredContrast", "everyday"),
-    *("Caches", "Denoiser", "Plateau", "ThawOnce", "Experts"),
+    *("Caches", "Denoiser", "Plateau", "ThawOnce", "Experts", "PaddedByBatch"),
 ]
 # The check that finds a mistake, and what its message names.
 WRONG = {
@@ -54,6 +54,7 @@ WRONG = {
     "wrong.py:NoiseOnWeights": ("parity", r"model\.0\.weight.*\n.*NoiseOnWeights\.post_train_step"),
     "wrong.py:ReadsGradient": ("parity", r"learning rates, of ReadsGradient|ReadsGradient\.training_step"),
     "wrong.py:CollectiveOnMain": ("parity", r"wrong\.py:\d+"),
+    "wrong.py:MeanOfRank": ("parity", r"`self\.mean` changes in MeanOfRank\.training_step"),
     "wrong.py:LocalContrast": ("parity", r"LocalContrast\.training_step.*\n.*all_gather_with_gradient"),
     "wrong.py:ScheduleByMicroBatch": ("schedules", r"self\.scheduler makes"),
     "wrong.py:ScheduleTwice": ("schedules", r"self\.scheduler makes"),

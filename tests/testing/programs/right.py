@@ -211,6 +211,19 @@ class Denoiser(Small):
         return F.cross_entropy(self.model(batch[0] + 0.1 * torch.randn_like(batch[0])), batch[1])
 
 
+def padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    batch = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return batch, batch.roll(-1, 1).masked_fill(batch.roll(-1, 1) == 0, -100)
+
+
+class PaddedByBatch(WeightedTokens):
+    """Rows that are padded to the longest of their micro-batch."""
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        rows = [row[: 3 + index % 9] for index, (row, _) in enumerate(map(Tokens().__getitem__, range(80)))]
+        return DataLoader(rows, 8, shuffle=True, collate_fn=padded), DataLoader(rows, 8, collate_fn=padded)  # type: ignore[arg-type]
+
+
 class Experts(Small):
     """A mixture of experts, which ranks may share."""
 

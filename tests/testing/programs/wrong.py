@@ -270,6 +270,16 @@ class CollectiveOnMain(Small):
             torch.distributed.is_initialized() and torch.distributed.all_reduce(weight)
 
 
+class MeanOfRank(Small):
+    def pre_fit(self) -> None:
+        self.mean = torch.zeros(6)
+
+    def loss(self, batch: Any) -> Tensor:
+        if self.model.training:
+            self.mean = self.mean.lerp(batch[0].mean(0), 0.1)
+        return F.cross_entropy(self.model(batch[0] - self.mean), batch[1])
+
+
 class LocalContrast(Small):
     def configure_dataloaders(self) -> tuple[Any, Any]:
         train = DataLoader(self.dataset(), 16 // self.world.dp_size, shuffle=True)
