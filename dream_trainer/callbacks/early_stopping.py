@@ -58,7 +58,8 @@ class EarlyStopping(Callback):
         config = trainer.config
         kept = config.checkpoint_parameters if isinstance(config, CheckpointConfigMixin) else CheckpointParameters()
         self._known_metric = self.metric or kept.best_metric or "val/loss"
-        self._known_mode = self.mode or (kept.best_mode if self._known_metric == kept.best_metric else None)
+        of_checkpoints = kept.best_mode if self._known_metric == kept.best_metric else None
+        self._known_mode: Literal["min", "max"] | None = self.mode or of_checkpoints
         self.best, self.validations_without_improvement = None, 0
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:

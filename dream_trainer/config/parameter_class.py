@@ -131,7 +131,7 @@ def _check_kind(name: str, value: object, kind: Any, hint: str) -> None:
     if origin is Annotated:
         for check in filter(callable, arguments[1:]):
             check(name, value, hint=hint)
-    elif kind in (bool, str) or is_dataclass(kind):
+    elif kind in (bool, str) or (isinstance(kind, type) and is_dataclass(kind)):
         check_instance(name, value, kind, hint=hint)
     elif origin in (Mapping, dict):
         items = value.items() if isinstance(value, Mapping) else [(None, None)]

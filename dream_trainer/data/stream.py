@@ -424,7 +424,7 @@ class ShardStream(TrainStream):
         else:
             if isinstance(dataset, EpochAware):
                 dataset.set_epoch(position.epoch)
-            length = len(dataset)
+            length = len(self.reader.loader.dataset)
             if position.samples and position.length not in (None, length):
                 raise DataError(
                     f"The run resumes in the middle of a pass over {position.length} training samples, and the dataset "
