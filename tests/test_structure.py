@@ -279,7 +279,7 @@ def test_an_event_is_the_same_for_callbacks_and_the_trainer(event: str) -> None:
 MOST = {
     "files of the package": 227,
     "lines of the package": 43_704,
-    "lines of testing/ and planning/": 3_009,
+    "lines of testing/ and planning/": 3_017,
     "`raise` statements": 683,
     "modules under 60 lines": 15,
     "modules with one importer, in their folder": 12,

@@ -118,6 +118,9 @@ class TrainerChecks:
             "pipeline_parallel=2": ("pipeline", scout["staged"], {"pipeline_parallel": 2}),
             "expert_parallel=2": ("expert", batch % 2 == 0 and has_experts, {data: 2, "expert_parallel": 2}),
         }
+        known = [mesh for mesh, is_possible, _ in possible.values() if is_possible]
+        if others := [mesh for mesh in wanted or () if mesh not in known]:
+            raise ConfigError(f"meshes has {others}, and this trainer can be checked on {known}. Use some of them.")
         return {
             name: sizes
             for name, (mesh, is_possible, sizes) in possible.items()
@@ -303,21 +306,25 @@ class TrainerChecks:
         difference = self._beyond(alone, run, moved)
         together = difference is not None and difference.stage == "samples"  # such as padded to the longest of a batch
         if together or (difference is not None and difference.stage in RANDOM and self._is_of_micro_batches):
-            self._begin("alone, still", mode="still")
-            still, micro = self["alone, still"], {}
-            why = "; with models in evaluation mode, since dropout and batch statistics are of a micro-batch"
-            if together or (still.is_whole and still.records[0]["is_random"]):
-                cause = "samples depend on others of their batch" if together else "training_step draws random numbers"
+            mode, micro = ("still" if self._is_of_micro_batches else ""), {}
+            cause = "samples depend on others of their batch" if together else ""
+            if mode:
+                why = "; with models in evaluation mode, since dropout and batch statistics are of a micro-batch"
+                self._begin("alone, still", mode="still")
+                still = self["alone, still"]
+                if still.is_whole and still.records[0]["is_random"]:
+                    cause = cause or "training_step draws random numbers"
+            if cause:
                 if name == "accumulation":
                     return Finding(what, None, f"not checked: {cause}")
                 parts = run.job.parts * run.records[0]["facts"]["accumulation"]
                 micro = {"micro_batch": max(1, (alone.job.batch or 1) // parts)}
-                why += f"; with equal ones that draw the same random numbers, since {cause}"
+                why += f"; with micro-batches of one size and equal random numbers, since {cause}"
             own = {"micro_batch": run.job.micro_batch} if name == "accumulation" else {"sizes": self.meshes[name]}
-            each = f"still{micro or ''}"
-            self._begin(f"alone, {each}", mode="still", **micro)
-            self._begin(f"{name}, {each}", mode="still", **own | micro)
-            self._begin(f"moved, {each}", mode="still noise", **micro)
+            each = f"{mode}{micro or ''}"
+            self._begin(f"alone, {each}", mode=mode, **micro)
+            self._begin(f"{name}, {each}", mode=mode, **own | micro)
+            self._begin(f"moved, {each}", mode=f"{mode} noise", **micro)
             one, other, near = (self[f"{which}, {each}"] for which in ("alone", name, "moved"))
             if one.is_whole and other.is_whole and near.is_whole:
                 self._compared[name] = alone, run, _ = one, other, near

@@ -65,6 +65,7 @@ def check_trainer(make_trainer: MakeTrainer | str, *, meshes: Sequence[str] | No
         quick: Whether to leave out slower checks: four ranks, further places to stop at, SIGTERM.
 
     Raises:
+        ConfigError: The trainer cannot be checked on one of `meshes`.
         TrainerCheckError: Something does not hold; the message has one line for each, and the likely cause.
         ProgramError: The program fails by itself, in one process.
 

@@ -17,7 +17,7 @@ from dream_trainer.testing import (
     check_resume,
     suite,
 )
-from tests.api import CHECKS, Program, TrainerChecks, differences, findings, main
+from tests.api import CHECKS, ConfigError, Program, TrainerChecks, differences, findings, main
 from tests.testing.programs import right, wrong
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -142,6 +142,11 @@ def test_a_weight_that_is_missing_is_named() -> None:
     with pytest.raises(TrainerCheckError, match=r"UnweightedTokens\.training_step") as raised:
         check_parity(make_unweighted, meshes=["replicas"])
     assert "self.backward(loss, weight=...)" in str(raised.value)
+
+
+def test_a_mesh_that_the_trainer_has_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"\['tensor', 'other'\].*'replicas', 'shards'"):
+        check_parity(make_unweighted, meshes=["replicas", "tensor", "other"])
 
 
 def test_an_error_of_the_program_is_its_own() -> None:
