@@ -292,7 +292,7 @@ MOST = {
     "`WeakKeyDictionary` and `WeakTensorKeyDictionary`": 1,
     "`global` statements": 2,
     "files that import ctypes": 0,
-    "lines of tests": 56_680,
+    "lines of tests": 56_681,
 }
 
 

@@ -694,7 +694,7 @@ MUTANTS = [
     Mutant(
         "a dataset keeps the length of its first pass",
         "dream_trainer/data/stream.py",
-        "length = len(dataset)\n            if position.samples",
+        "length = len(self.reader.loader.dataset)\n            if position.samples",
         "length = self.length\n            if position.samples",
         "tests/trainer/test_changing_data.py",
     ),

@@ -56,6 +56,7 @@ def test_a_pipe_gets_plain_lines_without_control_codes() -> None:
 
 @pytest.mark.parametrize("own", [False, True])
 def test_the_console_is_a_bar_on_a_terminal_and_lines_elsewhere(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
     for file in (terminal := Terminal(), pipe := io.StringIO()):
         monkeypatch.setattr(sys, "stdout", file)
         config = make_config(callbacks=[Progress()] if own else [], log_every=1, loggers=("console",), n_epochs=1)
