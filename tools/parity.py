@@ -50,7 +50,6 @@ from tools.parity_cells import Cell, all_cells
 N_STEPS, SEQ_LEN = 10, 16
 TOLERANCE = 1e-10
 FLOAT32_TOLERANCE = 1e-5
-CELLS_AT_ONCE = 16  # what an interrupted run loses of its record
 
 
 class Miss(NamedTuple):
@@ -391,12 +390,11 @@ def main() -> int:
     left = [cell for cell in sorted(chosen, key=lambda cell: cell.world_size)[part - 1 :: parts] if cell not in found]
     started = time.monotonic()
     new: dict[Cell, Miss] = {}
-    for first in range(0, len(left), CELLS_AT_ONCE):
-        some = {cell: miss for cell, (miss, _) in run_cells(left[first : first + CELLS_AT_ONCE]).items()}
-        new |= some
+    for cell in left:  # one by one: gloo's threads and connections stay until their process ends, and slow each step
+        new[cell], _ = run_cells([cell])[cell]
         if arguments.record is not None:
             with arguments.record.open("a") as record:
-                record.writelines(f"{(tuple(cell), tuple(miss))!r}\n" for cell, miss in some.items())
+                record.write(f"{(tuple(cell), tuple(new[cell]))!r}\n")
     found = {cell: miss for cell, miss in (found | new).items() if cell in chosen}
     print(mesh_table(found), option_table(found), sep="\n\n")
     seconds = time.monotonic() - started

@@ -18,7 +18,7 @@ from dream_trainer.checkpoint.model_state import parameter_fqns
 from dream_trainer.checks import listed
 from dream_trainer.compat.pytorch import foreach_norm, local_tensor, local_tensors
 from dream_trainer.config.parameter_class import PositiveInt, check_fields
-from dream_trainer.data.stream import DataPosition
+from dream_trainer.data.window import DataPosition
 from dream_trainer.errors import NonFiniteError
 from dream_trainer.events.callback import Callback
 from dream_trainer.loggers.buffer import is_scalar, keep

@@ -33,10 +33,6 @@ def split_state(
     return record | ({"nested": nested} if nested else {}), found
 
 
-def paths_in(record: Mapping[str, Any]) -> list[TensorPath]:
-    return [(key,) for key in record["tensors"]] + [tuple(path) for path in record.get("nested", ())]
-
-
 def joined_state(
     record: Mapping[str, Any], tensors: Mapping[TensorPath, Tensor], parameters: Mapping[str, nn.Parameter]
 ) -> dict[Any, Any]:

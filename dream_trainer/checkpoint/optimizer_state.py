@@ -26,7 +26,6 @@ from dream_trainer.checkpoint.nested_state import (
     load_own_state,
     parameter_in,
     path_text,
-    paths_in,
     split_state,
 )
 from dream_trainer.checks import listed
@@ -336,7 +335,7 @@ def prepare_optimizer_state(
         layouts = {tuple(path): layout for path, layout in record.get("layouts", ())}
         on_host = {tuple(path) for path in record.get("on_host", ())}
         tensors = found[part] = {}
-        for path in paths_in(record):
+        for path in [*((key,) for key in record["tensors"]), *map(tuple, record.get("nested", ()))]:
             full_name = tensor_name(name, part, path)
             if part in local and f"{RANK_PREFIX}{rank}.{full_name}" in metadata:
                 full_name = f"{RANK_PREFIX}{rank}.{full_name}"

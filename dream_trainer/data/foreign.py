@@ -5,7 +5,7 @@ pass is the same."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -57,7 +57,7 @@ def set_epoch(loader: Iterable[Any], epoch: int) -> None:
 
 
 @dataclass(eq=False, repr=False)
-class SeededPass(Iterator[Any]):
+class SeededPass:
     """One pass over a loader that may draw from the global generators. Its first batch draws from the pass's streams,
     and each later one from its own; training's streams are set aside once for each `take`, unless no batch draws."""
 
@@ -77,10 +77,9 @@ class SeededPass(Iterator[Any]):
         self._is_quiet = draws_at_start_only(self.loader)
         self._apart = preserved_random_state()
 
-    def __next__(self) -> Any:
-        for batch in self.take(1):
-            return batch
-        raise StopIteration
+    def __iter__(self) -> Iterator[Any]:
+        while batches := self.take(1):
+            yield from batches
 
     def take(self, number: int) -> list[Any]:
         """The next batches, fewer at the end of the pass."""
@@ -152,15 +151,6 @@ def keeps_what_it_draws(loader: object, *, draws: bool | None) -> bool:
         return isinstance(loader.batch_sampler, BatchSampler | StatefulLoader) or loader.batch_sampler is None
     nodes = sys.modules.get("torchdata.nodes")
     return nodes is None or not isinstance(loader, nodes.Loader) or not draws
-
-
-def known_length(loader: object) -> int | None:
-    if not isinstance(loader, Sized):
-        return None
-    try:
-        return len(loader)
-    except TypeError:  # a DataLoader has __len__ even over a dataset that has none
-        return None
 
 
 def draws_at_start_only(loader: object) -> bool:

@@ -8,8 +8,9 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
-from itertools import takewhile
+from itertools import islice, takewhile
 from multiprocessing.context import BaseContext
 from types import FunctionType
 from typing import Any
@@ -132,6 +133,7 @@ class ShardReader:
     def __init__(self, loader: DistributedDataLoader, sharding: Sharding, *, seed: int, shuffle: bool) -> None:
         self.seed = seed
         self.loader = loader
+        self.keyed_dataset = KeyedDataset(loader.dataset, loader.collate_fn or default_collate, seed)
         self.sampler = RankBatchSampler(len(loader.dataset), sharding, seed=seed, shuffle=shuffle)
         # Without its own generator, DataLoader draws its workers' base seed from the global one, and so would move the
         # training process's random stream at each epoch (and at each resume).
@@ -152,6 +154,24 @@ class ShardReader:
 
     def batches(self, epoch: int, first: int, end: int) -> Iterator[Any]:
         """This rank's batches of the positions from `first` up to `end` in `epoch`'s order. Ends those before."""
+        self.start(epoch, first, end)
+        while batches := [*self.take(1)]:
+            yield from batches
+
+    def take(self, number: int) -> Iterator[Any]:
+        """The next batches of those that were started, fewer at their end; loaded all at once with the first."""
+        with self.keyed_dataset.apart if self.loader.num_workers == 0 else nullcontext():
+            loaded = [*islice([] if self._iterator is None else self._iterator, number)]
+        for batch in loaded:
+            if self.ordered is not None:
+                batch, mark = batch
+                self._end += self.sampler.sharding.chunk_size
+                if mark is not None:
+                    self.marks.append((self._end, mark))
+            yield batch
+
+    def start(self, epoch: int, first: int, end: int) -> None:
+        """Starts to load what `batches` says."""
         if self._torch_loader is None:
             self._torch_loader = worker_loader(
                 self.keyed_dataset,
@@ -163,17 +183,7 @@ class ShardReader:
         self.release()
         self.sampler.start(epoch, first, end)
         self.generator.manual_seed(hash_seed(b"workers", self.seed, epoch, first, self.sampler.sharding.dp_rank))
-        self._iterator = started(self._torch_loader)
-        return self._iterator if self.ordered is None else self._marked(first)
-
-    def _marked(self, end: int) -> Iterator[Any]:
-        """The batches of an OrderedDataset, whose marks it keeps."""
-        while self._iterator is not None and (loaded := next(self._iterator, None)) is not None:
-            batch, mark = loaded
-            end += self.sampler.sharding.chunk_size
-            if mark is not None:
-                self.marks.append((end, mark))
-            yield batch
+        self._iterator, self._end = started(self._torch_loader), first
 
     def newest_mark(self, position: int) -> Any:
         """The mark of the last batch that ends at or before `position`; or None."""
@@ -194,16 +204,15 @@ class ShardReader:
             "drop_last": loader.drop_last,
         }
 
-    @property
-    def keyed_dataset(self) -> KeyedDataset:
-        """The dataset as the run reads it: seeded by sample, and collated."""
-        return KeyedDataset(self.loader.dataset, self.loader.collate_fn or default_collate, self.seed)
-
     def dataset_changed(self) -> None:
         """Makes the next pass read the dataset as it is now: persistent workers hold an earlier copy."""
         self.sampler.length = len(self.loader.dataset)
         if self.loader.persistent_workers:
             self.close()
+
+    @property
+    def is_started(self) -> bool:
+        return self._iterator is not None
 
     def release(self) -> None:
         self._iterator = None  # whose worker processes live for as long as something refers to it
@@ -240,10 +249,8 @@ def loader_batch_size(loader: object) -> int | None:
     """Samples in one of the loader's batches, if it has a fixed batch size; for a group, the sum over its loaders."""
     if isinstance(loader, PerRankLoader):
         return loader_batch_size(loader.loader)
-    if isinstance(loader, Mapping) and loader:
-        loader = LoaderGroup(loader)
-    if isinstance(loader, LoaderGroup):
-        sizes = [loader_batch_size(one) for one in loader.loaders.values()]
+    if isinstance(loader, LoaderGroup | Mapping):
+        sizes = [loader_batch_size(one) for one in training_loaders(loader).values()]
         if isinstance(loader, AlternatingLoaders):
             return sizes[0] if len(set(sizes)) == 1 else None
         return None if None in sizes else sum(size or 0 for size in sizes)

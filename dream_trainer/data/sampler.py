@@ -5,6 +5,7 @@ evenly."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol, runtime_checkable
@@ -19,7 +20,6 @@ from torch.utils.data import (
     TensorDataset,
     default_collate,
     default_convert,
-    get_worker_info,
 )
 
 from dream_trainer.data.ordered import OrderedDataset
@@ -132,7 +132,10 @@ def loads_batches(dataset: object) -> bool:
 
 
 class KeyedDataset(Dataset[Any]):
-    """Loads and collates one batch, given as (epoch, indices), from the user's map-style dataset."""
+    """Loads and collates one batch, given as (epoch, indices), from the user's map-style dataset.
+
+    In the training process only inside `apart`, since it seeds the global generators.
+    """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], seed: int) -> None:
         self.dataset = dataset
@@ -142,6 +145,15 @@ class KeyedDataset(Dataset[Any]):
         self.is_ordered = isinstance(dataset, OrderedDataset)
         self._drawn: set[str] | None = None
         self._watched: WatchedSeeds | None = None
+        self._is_watched = False  # whether the generators are where the last look left them
+
+    @property
+    def apart(self) -> AbstractContextManager[None]:
+        """Sets training's random streams aside for any number of batches, unless none of them draws."""
+        if self.seed is None:
+            return nullcontext()
+        self._is_watched = False
+        return preserved_random_state()
 
     def __getitems__(self, key: BatchKey) -> Any:
         """Result of `load`, with an OrderedDataset's mark; `DataLoader` calls this method."""
@@ -149,31 +161,25 @@ class KeyedDataset(Dataset[Any]):
         return (batch, self.dataset.mark()) if self.is_ordered else batch
 
     def load(self, key: BatchKey) -> Any:
-        if self.seed is None:
-            _, indices = key
-            return self.collate_fn(
-                self.dataset.__getitems__(indices) if self.is_batched else [self.dataset[i] for i in indices]
-            )
-        if get_worker_info() is not None:
-            return self._load_seeded(key, self.seed)
-        with preserved_random_state():
-            return self._load_seeded(key, self.seed)
-
-    def _load_seeded(self, key: BatchKey, seed: int) -> Any:
         epoch, indices = key
         if self.is_batched:
-            seed_cpu(sample_seed(seed, epoch, indices[0]))
+            if self.seed is not None:
+                seed_cpu(sample_seed(self.seed, epoch, indices[0]))
             return self.collate_fn(self.dataset.__getitems__(indices))
+        if self.seed is None:
+            return self._load(epoch, indices, 0, ())
         if self._drawn is None:
-            return self._load_first(epoch, indices, seed)
+            return self._load_first(epoch, indices, self.seed)
         if self._drawn == GENERATORS:
-            return self._load(epoch, indices, seed, GENERATORS)
-        self._watched = self._watched or WatchedSeeds(seed)
+            return self._load(epoch, indices, self.seed, GENERATORS)
+        watched = self._watched = self._watched or WatchedSeeds(self.seed, looks=32)
         while True:
             others = GENERATORS - self._drawn
-            self._watched.seed(others)
-            batch = self._load(epoch, indices, seed, self._drawn)
-            more = self._watched.drawn(others)
+            if not self._is_watched or not watched.looks:
+                watched.seed(others)
+            batch = self._load(epoch, indices, self.seed, self._drawn)
+            more = watched.drawn(others)
+            self._is_watched = not more
             if not more:
                 return batch
             self._drawn |= more

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
-from itertools import islice
 from typing import Any
 
 from dream_trainer.compat.pytorch import end_workers
@@ -15,7 +14,6 @@ from dream_trainer.data.foreign import (
     SeededPass,
     StatefulLoader,
     keeps_what_it_draws,
-    known_length,
     loader_begins,
     set_epoch,
 )
@@ -52,7 +50,10 @@ class ForeignStream(TrainStream):
     whole_windows: bool = False
 
     def __post_init__(self) -> None:
-        length = known_length(self.source)
+        try:
+            length = len(self.source)  # type: ignore[arg-type]
+        except TypeError:  # also of a DataLoader, which has __len__ even over a dataset that has none
+            length = None
         least = self.accumulation if self.whole_windows else int(self.dp_size == 1)
         if length is not None and length < least:
             name = type(self.source).__name__
@@ -135,7 +136,7 @@ class ForeignStream(TrainStream):
                 # A state was loaded and nothing read since. It may be from a pass whose end was not reached yet. The
                 # loader keeps the state until it is read, so the next pass would begin at this one's end.
                 with preserved_random_state():
-                    next(self._open(self._position.batches), None)
+                    self._open(self._position.batches).take(1)
             self._begin_pass(self._position.epoch + 1)
 
     def close(self) -> None:
@@ -243,9 +244,6 @@ class ForeignStream(TrainStream):
         self._position = DataPosition(position.epoch, 0, batches)
 
 
-__all__ = ["DataPosition", "TrainStream", "Window", "loader_batch_size", "train_stream"]
-
-
 def train_stream(
     loader: object,
     *,
@@ -316,7 +314,6 @@ class ShardStream(TrainStream):
         self.global_batch_size = sharding.chunk_size * accumulation
         self._drop_last = drop_last
         self.reader = ShardReader(loader, sharding, seed=seed, shuffle=loader.shuffle)
-        self._iterator: Iterator[Any] | None = None
         self._position = DataPosition(0, 0, 0)
         self._state: dict[str, Any] | None = None
         self._ended: DataPosition | None = None  # where the pass before ended, until something of this one is read
@@ -361,7 +358,7 @@ class ShardStream(TrainStream):
             return None
         if position.epoch != self._position.epoch and self._ended is None:
             return self._state_before
-        if position.epoch == self._position.epoch and self._iterator is None and self._state is not None:
+        if position.epoch == self._position.epoch and not self.reader.is_started and self._state is not None:
             return self._state
         return self.reader.ordered.state_at(position.samples, self.reader.newest_mark(position.samples))
 
@@ -369,9 +366,9 @@ class ShardStream(TrainStream):
         position = self._position
         if self.reader.ordered is not None:
             self._look_for_changes(self.reader.ordered)
-        if self._iterator is None:
+        if not self.reader.is_started:
             self._measure()
-            self._iterator = self.reader.batches(position.epoch, position.samples, self._end)
+            self.reader.start(position.epoch, position.samples, self._end)
         samples = min(self.global_batch_size, self._end - position.samples)
         if samples <= 0:
             self._next_pass()
@@ -385,11 +382,11 @@ class ShardStream(TrainStream):
             is_uneven = sharding.dp_size > 1 and (size > 1 or last_chunk % sharding.dp_size > 0)
         self._position = DataPosition(position.epoch, position.samples + samples, position.batches + size, self.length)
         is_last = self._position.samples >= self._end
-        return Window(size, islice(self._iterator, size), samples, self._position, None, is_uneven, is_last, sizes)
+        return Window(size, self.reader.take(size), samples, self._position, None, is_uneven, is_last, sizes)
 
     def _look_for_changes(self, ordered: OrderedDataset) -> None:
         samples, reader = self._position.samples, self.reader
-        if self._iterator is not None:
+        if reader.is_started:
             reader.forget_marks_before(samples)
         else:
             if self._ended is not None:
@@ -398,21 +395,19 @@ class ShardStream(TrainStream):
             self._measure()  # a state that it begins with may say that a change was asked for
         if ordered.may_change and ordered.changes_at(samples, reader.newest_mark(samples)):
             self._state = ordered.state_at(samples, reader.newest_mark(samples))
-            self._iterator = None
+            reader.release()
 
     def end_pass(self) -> None:
         if self._position.samples:
             self._next_pass()
 
     def close(self) -> None:
-        self._iterator = None
         self.reader.close()
 
     def _next_pass(self) -> None:
         self._begin(DataPosition(self._position.epoch + 1, 0, 0), ended=self._position)
 
     def _begin(self, position: DataPosition, *, ended: DataPosition | None = None) -> None:
-        self._iterator = None
         self.reader.release()
         self._position, self._ended, self._state = position, ended, None
 
@@ -493,7 +488,9 @@ class ShardValidation:
 
     def any_batch(self) -> Any:
         """A batch, for a rank that has none but must keep others company."""
-        return self.reader.keyed_dataset.load((VALIDATION_EPOCH, [0]))
+        dataset = self.reader.keyed_dataset
+        with dataset.apart:
+            return dataset.load((VALIDATION_EPOCH, [0]))
 
     def close(self) -> None:
         self.reader.close()
@@ -509,7 +506,7 @@ class ForeignValidation:
         self.batch_size = loader_batch_size(source)
 
     def __iter__(self) -> Iterator[Any]:
-        return SeededPass(self._source, seed=self._seed, epoch=VALIDATION_EPOCH, dp_rank=self._dp_rank)
+        return iter(SeededPass(self._source, seed=self._seed, epoch=VALIDATION_EPOCH, dp_rank=self._dp_rank))
 
     def samples_in(self, number: int) -> None:
         return None

@@ -61,20 +61,22 @@ _MARKS: dict[str, Callable[[], object]] = {
 
 
 class WatchedSeeds:
-    """Seeds the global CPU generators, and detects which of them are drawn from afterwards."""
+    """Seeds the global CPU generators, and detects, up to `looks` times, which were drawn from."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, looks: int = 1) -> None:
         self._seed = seed
         seed_cpu(seed)
-        self._marks = {name: mark() for name, mark in _MARKS.items()}
-        seed_cpu(seed, ("python", "numpy"))
+        self._marks = [{name: mark() for name, mark in _MARKS.items()} for _ in range(looks)][::-1]
+        self.seed(("python", "numpy"))
 
     def seed(self, generators: Collection[str]) -> None:
         seed_cpu(self._seed, generators)
+        self.looks = self._marks.copy()  # the marks of those to come, the next one last
 
     def drawn(self, generators: Collection[str] = GENERATORS) -> set[str]:
-        """Which of `generators` were drawn from or seeded since; draws from most."""
-        return {name for name in generators if _MARKS[name]() != self._marks[name]}
+        """Which of `generators` were drawn from or seeded since the last look; draws from most."""
+        marks = self.looks.pop()
+        return {name for name in generators if _MARKS[name]() != marks[name]}
 
 
 States = tuple[Tensor, Any, Any]  # of torch, of python, and numpy's generator

@@ -34,8 +34,7 @@ from typing_extensions import override
 from dream_trainer import users_code
 from dream_trainer.compat.pytorch import ValueReads, local_tensor, steps_taken
 from dream_trainer.data.lane_stream import StreamLoader
-from dream_trainer.data.loader import DistributedDataLoader, training_loaders
-from dream_trainer.data.stream import loader_batch_size
+from dream_trainer.data.loader import DistributedDataLoader, loader_batch_size, training_loaders
 from dream_trainer.distributed.seeds import hash_seed, seed_cpu
 from dream_trainer.events.callback import Callback
 from dream_trainer.nested import leaves

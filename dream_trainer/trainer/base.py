@@ -31,7 +31,7 @@ from dream_trainer.config.parameter_class import is_ours, own_annotations
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.data.feed import on_device
 from dream_trainer.data.sample_count import whole_number
-from dream_trainer.data.stream import Window
+from dream_trainer.data.window import Window
 from dream_trainer.distributed.seeds import random_state, set_random_state
 from dream_trainer.distributed.signals import Interrupted, exit_code, is_interactive, may_be_restarted, relayed
 from dream_trainer.distributed.watchdog import Watchdog

@@ -12,7 +12,7 @@ from dream_trainer.best_value import is_better
 from dream_trainer.cadence import Cadence
 from dream_trainer.config.checkpoint_parameters import Mode
 from dream_trainer.config.training_parameters import TrainingParameters
-from dream_trainer.data.stream import DataPosition
+from dream_trainer.data.window import DataPosition
 from dream_trainer.distributed.pulse import Flags
 from dream_trainer.errors import StepError
 

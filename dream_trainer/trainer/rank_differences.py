@@ -13,6 +13,7 @@ from torch import Tensor
 from dream_trainer.checks import listed
 from dream_trainer.data.loader import ShardReader, loader_batch_size, training_loaders
 from dream_trainer.data.probe import Summary, differing, probed
+from dream_trainer.data.window import TrainStream
 from dream_trainer.distributed.ranks import Ranks, plain_facts, refuse_differences, refuse_unlike
 from dream_trainer.errors import RanksDifferError
 from dream_trainer.trainer.runtime import Runtime
@@ -81,7 +82,8 @@ def agree_on_data(runtime: Runtime) -> int | None:
         {name: batches.reader for name, batches in runtime.data.validation.items()},
     )
     known = {name: reader for name, reader in readers.items() if reader is not None}
-    data_of_ranks = world.all_gather_object((_data_facts(runtime, readers), stream.steps_per_epoch, probed(known)))
+    facts = _data_facts(runtime, stream, readers)
+    data_of_ranks = world.all_gather_object((facts, stream.steps_per_epoch, probed(known)))
     refuse_unlike(
         {rank: facts for rank, (facts, _, _) in enumerate(data_of_ranks)},
         "The trainer deals one dataset to all ranks: give each the whole of it, with the same options. If it was "
@@ -97,9 +99,7 @@ def _by_kind(training: Mapping[str, T], validation: Mapping[str, T]) -> dict[str
     return {f"{kind} {name!r}" if name else kind: one for kind, named in kinds.items() for name, one in named.items()}
 
 
-def _data_facts(runtime: Runtime, readers: Mapping[str, ShardReader | None]) -> dict[str, str]:
-    stream = runtime.data.stream
-    assert stream is not None  # as above
+def _data_facts(runtime: Runtime, stream: TrainStream, readers: Mapping[str, ShardReader | None]) -> dict[str, str]:
     loaders = _by_kind(training_loaders(runtime.state.train_dataloader), runtime.state.val_dataloaders)
     facts: dict[str, Any] = {
         "training loaders": ", ".join(map(repr, stream.parts)),

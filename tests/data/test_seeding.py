@@ -1,4 +1,5 @@
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -46,23 +47,23 @@ class LateDataset:
         return DRAWS[self.kind]() if index >= self.first else None
 
 
-@pytest.mark.parametrize("is_in_process", [True, False])
+@pytest.mark.parametrize("in_process", ["batch by batch", "a window", "no"])
 @pytest.mark.parametrize("first", [0, 3, 11])
 @pytest.mark.parametrize("kind", list(DRAWS))
-def test_a_sample_that_is_the_first_to_draw_does_so_from_its_own_seed(
-    kind: str, first: int, is_in_process: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not is_in_process:
-        monkeypatch.setattr("dream_trainer.data.sampler.get_worker_info", lambda: "a worker")
+def test_a_sample_that_is_the_first_to_draw_does_so_from_its_own_seed(kind: str, first: int, in_process: str) -> None:
     dataset = LateDataset(kind, first)
     data = KeyedDataset(dataset, list, 7)
     seed_cpu(1)
     before = global_states()
-    drawn = [number for start in (0, 3, 6, 9) for number in data.__getitems__((2, [start, start + 1, start + 2]))]
+    drawn: list[float | None] = []
+    with data.apart if in_process == "a window" else nullcontext():
+        for start in (0, 3, 6, 9):
+            with data.apart if in_process == "batch by batch" else nullcontext():
+                drawn += data.__getitems__((2, [start, start + 1, start + 2]))
     expected = [next(drawn_with(sample_seed(7, 2, index))[kind]) for index in range(first, 12)]
     assert drawn == [None] * first + expected
     assert len(dataset.loaded) == (15 if first > 2 else 12)  # the batch with the first draw is loaded twice
-    if is_in_process:
+    if in_process != "no":
         assert global_states() == before
 
 
