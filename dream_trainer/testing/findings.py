@@ -25,7 +25,7 @@ from dream_trainer.testing.run_probe import Summary, Values
 from dream_trainer.testing.suite import CHECKS, Finding, ProgramError
 
 DATA = ("replicas", "shards")  # meshes that are checked with --quick too
-SLOW = 0.25  # seconds of CPU time of a step above which batches are made smaller
+SLOW = 0.25  # seconds of CPU time of a step above which there are fewer of them, with smaller batches
 RANDOM = ("logged", "gradients", "weights", "optimizer", "buffers")  # stages that random numbers change
 OF_STAGE = {  # what a difference between ranks and one process means, if nothing else explains it
     "samples": "Give each rank the whole dataset in the same order; the trainer deals it.",
@@ -85,8 +85,8 @@ class TrainerChecks:
     def _plan(self, record: Mapping[str, Any]) -> None:
         facts, seconds = self.facts, [*record["steps"].values()][-1]["seconds"]
         per_pass, total = facts["steps_per_pass"], facts["total_steps"]
-        self.epoch: int | None = 2 if self._quick and seconds > SLOW else 3
-        wanted = 3 * self.epoch if self._quick or seconds > SLOW else 12
+        self.epoch: int | None = 2 if seconds > SLOW else 3
+        wanted = self.epoch * (4 - self._quick - (seconds > SLOW))
         flags = [word.partition("=")[0].replace("_", "-") for word in self._launcher.program.arguments]
         if total is not None and record["parses"] and any(flag.endswith(".max-steps") for flag in flags):
             wanted = total  # as the user says
