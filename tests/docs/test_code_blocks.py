@@ -10,7 +10,7 @@ import sklearn.utils  # noqa: F401 (sets an environment variable when first impo
 import torch
 
 from tests.docs.pages import PAGES, ROOT, blocks, name
-from tests.examples.launch import imported, run_script
+from tests.examples.launch import imported, metric, run_script
 
 WITH_PYTHON = [page for page in PAGES if any(block.language == "python" for block in blocks(page))]
 
@@ -34,11 +34,6 @@ def test_every_block_says_what_it_is() -> None:
             assert block.language in {"python", "bash", "text"}, f"{name(page)}:{block.line}"
 
 
-def losses(run: Path) -> list[float]:
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [record["train/loss"] for record in map(json.loads, lines) if "train/loss" in record]
-
-
 @pytest.mark.parametrize(
     ("page", "run", "count", "left", "rtol"),
     [
@@ -57,7 +52,7 @@ def test_the_first_trainer_of_a_page_learns_the_same_on_two_ranks(
     monkeypatch.chdir(one)
     runpy.run_path(str(script), run_name="__main__")
     run_script(script, cwd=two, n_processes=2)
-    alone, together = losses(one / "runs" / run), losses(two / "runs" / run)
+    alone, together = (list(metric(each / "runs" / run, "train/loss").values()) for each in (one, two))
     assert len(alone) == count
     torch.testing.assert_close(torch.tensor(together).double(), torch.tensor(alone).double(), rtol=rtol, atol=0)
     assert alone[-1] < left * alone[0]

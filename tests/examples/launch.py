@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from tests import worlds
+from tests.api import read_jsonl
 from tests.programs import run_programs
 
 ROOT = Path(__file__).parent.parent.parent
@@ -45,6 +46,11 @@ def run_script(script: Path, *arguments: str, cwd: Path, n_processes: int = 1, t
     )
     assert done.returncode == 0, f"{script.name} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def metric(run: Path, name: str) -> dict[int, float]:
+    """What the run in a directory logged under a name, by step."""
+    return {line["step"]: line[name] for line in read_jsonl(run / "metrics.jsonl") if name in line}
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.api import CheckpointError
-from tests.examples.launch import ROOT, run_script
+from tests.examples.launch import ROOT, metric, run_script
 
 EXAMPLE = ROOT / "examples" / "llama"
 N_STEPS = 30
@@ -138,9 +138,8 @@ def train(cwd: Path, *arguments: str, n_processes: int = 1, max_steps: int = N_S
         f"--training-parameters.max-steps {max_steps} --device-parameters.device cpu"
     ).split()
     run_script(EXAMPLE / "train.py", *common, *arguments, cwd=cwd, n_processes=n_processes)
-    (metrics,) = cwd.glob("runs/examples/llama/*/metrics.jsonl")
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return {record["step"]: record["train/loss"] for record in records if "train/loss" in record}
+    (run,) = cwd.glob("runs/examples/llama/*")
+    return metric(run, "train/loss")
 
 
 @pytest.fixture(scope="module")

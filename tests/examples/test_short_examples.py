@@ -1,6 +1,5 @@
 """The examples that people start from, as programs: they learn, draw their picture, and do not depend on the ranks."""
 
-import json
 import math
 import os
 import runpy
@@ -12,7 +11,7 @@ import pytest
 import sklearn.datasets  # noqa: F401  # sets an environment variable, which an example's import would do inside a test
 
 import dream_trainer as dt
-from tests.examples.launch import ROOT, run_script
+from tests.examples.launch import ROOT, metric, run_script
 from tests.worlds import run_world
 
 EXAMPLES = ROOT / "examples"
@@ -98,16 +97,10 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def metric(directory: Path, name: str, key: str) -> dict[int, float]:
-    """By step, of the only run of an example in `directory`."""
-    (lines,) = (directory / "runs" / "examples" / name).glob("*/metrics.jsonl")
-    found = [json.loads(line) for line in lines.read_text().splitlines()]
-    return {line["step"]: line[key] for line in found if key in line}
-
-
-def picture(directory: Path, name: str) -> bytes:
-    (path,) = (directory / "runs" / "examples" / name).glob("*/*.png")
-    return path.read_bytes()
+def run_of(directory: Path, name: str) -> Path:
+    """The only run of an example in `directory`."""
+    (run,) = (directory / "runs" / "examples" / name).iterdir()
+    return run
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -121,12 +114,13 @@ def test_it_learns_and_draws_and_ranks_or_a_resume_change_nothing(
         if max_steps is not None:
             run_here(tmp_path, example, max_steps)
     lowest, highest = example.reaches
-    found = metric(tmp_path, name, example.metric)
+    found = metric(run_of(tmp_path, name), example.metric)
     assert lowest <= found[max(found)] <= highest
     for directory in (tmp_path, two_ranks):
-        assert picture(directory, name).startswith(b"\x89PNG")
+        (picture,) = run_of(directory, name).glob("*.png")
+        assert picture.read_bytes().startswith(b"\x89PNG")
     # Rounding differs, and grows from step to step.
-    alone, both = (list(metric(directory, name, example.loss).values()) for directory in (tmp_path, two_ranks))
+    alone, both = (list(metric(run_of(each, name), example.loss).values()) for each in (tmp_path, two_ranks))
     assert len(alone) == example.steps
     assert alone[: example.compared] == pytest.approx(both[: example.compared], rel=2e-3, abs=1e-4)
 
@@ -147,5 +141,5 @@ def test_it_learns_and_draws_and_ranks_or_a_resume_change_nothing(
 @pytest.mark.parametrize("n_processes", [1, 2])
 def test_it_is_as_in_the_gallery(name: str, key: str, better_than: float, n_processes: int, tmp_path: Path) -> None:
     run_script(EXAMPLES / f"{name}.py", cwd=tmp_path, n_processes=n_processes, timeout=250)
-    found = list(metric(tmp_path, name, key).values())[-1]
+    found = list(metric(run_of(tmp_path, name), key).values())[-1]
     assert math.copysign(1, better_than) * found > better_than
