@@ -1,7 +1,5 @@
 """examples/finetune_hf.py: it learns, and what it exports is what transformers load."""
 
-import importlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -10,17 +8,15 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.examples.launch import ROOT, metric, run_script
+from tests.examples.launch import EXAMPLES, imported, metric, run_script
 
-SCRIPT = ROOT / "examples" / "finetune_hf.py"
+SCRIPT = EXAMPLES / "finetune_hf.py"
 
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    yield importlib.import_module("finetune_hf")
-    for module in ("finetune_hf", "packages"):
-        sys.modules.pop(module)
+def example() -> Iterator[ModuleType]:
+    with imported("finetune_hf", EXAMPLES) as module:
+        yield module
 
 
 def test_it_exports_for_transformers(example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

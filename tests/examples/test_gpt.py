@@ -1,24 +1,19 @@
 """The parts of examples/gpt that need no trainer: a causal model, corpora split by file and packed, a drawn curve."""
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "gpt"
+from tests.examples.launch import EXAMPLES, modules_of
 
 
 @pytest.fixture(autouse=True)
 def example_modules() -> Iterator[None]:
-    """The example's modules import each other by plain name, as a script's folder allows."""
-    sys.path.insert(0, str(EXAMPLE))
-    yield
-    sys.path.remove(str(EXAMPLE))
-    for name in ("model", "corpus", "texts", "plot", "train"):
-        sys.modules.pop(name, None)
+    with modules_of(EXAMPLES / "gpt"):
+        yield
 
 
 def test_no_position_sees_a_later_byte() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,19 +12,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.api import CheckpointError
-from tests.examples.launch import ROOT, metric, run_script
+from tests.examples.launch import EXAMPLES, metric, modules_of, run_script
 
-EXAMPLE = ROOT / "examples" / "llama"
+EXAMPLE = EXAMPLES / "llama"
 N_STEPS = 30
 
 
 @pytest.fixture(autouse=True)
-def example_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The example's modules import each other by plain name, as a script's folder allows."""
-    monkeypatch.syspath_prepend(str(EXAMPLE))
-    yield
-    for name in ("model", "weights", "train", "settings", "text", "corpus"):
-        sys.modules.pop(name, None)
+def example_modules() -> Iterator[None]:
+    with modules_of(EXAMPLE):
+        yield
 
 
 def build(**changes: Any) -> Any:

@@ -11,10 +11,8 @@ import pytest
 import sklearn.datasets  # noqa: F401  # sets an environment variable, which an example's import would do inside a test
 
 import dream_trainer as dt
-from tests.examples.launch import ROOT, metric, run_script
+from tests.examples.launch import EXAMPLES, metric, modules_of, run_script
 from tests.worlds import run_world
-
-EXAMPLES = ROOT / "examples"
 
 
 class Example(NamedTuple):
@@ -68,12 +66,9 @@ BY_NAME = {example.name: example for example in SHORT}
 def run_here(directory: Path, example: Example, max_steps: int) -> None:
     """Runs an example as `python examples/<name>.py` does, in this process."""
     os.chdir(directory)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))
+    with pytest.MonkeyPatch.context() as patch, modules_of(EXAMPLES):
         patch.setattr(sys, "argv", [example.name, *example.every, "--training-parameters.max-steps", str(max_steps)])
         runpy.run_path(str(EXAMPLES / f"{example.name}.py"), run_name="__main__")
-    for module in ("pictures", "packages", "digits", "denoiser", "cart_pole", "byte_transformer"):
-        sys.modules.pop(module, None)
 
 
 def run_all(directory: Path) -> None:
