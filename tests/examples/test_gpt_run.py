@@ -1,7 +1,5 @@
-"""The GPT example as the demo runs it, with a tiny model: shows its way, resumes, and does not depend on the ranks."""
+"""The GPT example as the demo runs it, with a tiny model: shows its way, and does not depend on the ranks."""
 
-import math
-import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,35 +60,3 @@ def test_the_ranks_do_not_change_what_is_learned(two_ranks: Run, tmp_path: Path)
     assert "32 samples = 16 micro-batch x 2 accumulated x 1 data-parallel" in train(tmp_path, 5, 1)
     for name in ("train/loss", "train/grad_norm", "val/loss"):
         assert metric(two_ranks.directory / RUN, name) == pytest.approx(metric(tmp_path / RUN, name), rel=1e-5)
-
-
-@pytest.mark.slow
-def test_a_finished_run_says_so_and_goes_on_when_asked_for_more(two_ranks: Run, tmp_path: Path) -> None:
-    shutil.copytree(two_ranks.directory, tmp_path, dirs_exist_ok=True)
-    again = train(tmp_path, 5, 1)
-    assert "resumed at step 5" in again
-    assert "finished at step 5" in again
-    assert list(metric(tmp_path / RUN, "train/loss")) == [1, 2, 3, 4, 5]
-    longer = train(tmp_path, 7, 2)
-    assert "resumed at step 5" in longer
-    assert "finished at step 7" in longer
-    assert list(metric(tmp_path / RUN, "train/loss")) == [1, 2, 3, 4, 5, 6, 7]
-
-
-@pytest.mark.slow
-def test_half_precision_reaches_the_loss_of_float32(tmp_path: Path) -> None:
-    """Within 2%, on one rank and sharded over two, where all have learned something."""
-    losses = {}
-    for precision, n_processes in (("fp32", 1), ("bf16", 1), ("fp16", 2)):
-        directory = tmp_path / precision
-        directory.mkdir()
-        arguments = [*TINY, "--optimizer.lr", "0.02", "--device-parameters.precision", precision]
-        arguments += "--training-parameters.max-steps 80 --training-parameters.val-every-n-steps 80".split()
-        arguments += (
-            "--training-parameters.val-steps-per-epoch 4 --checkpoint-parameters.save-every-n-steps 1000".split()
-        )
-        run_script(TRAIN, *arguments, cwd=directory, n_processes=n_processes)
-        losses[precision] = metric(directory / RUN, "val/loss")[80]
-    assert losses["fp32"] < 0.6 * math.log(256)
-    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.02)
-    assert losses["fp16"] == pytest.approx(losses["fp32"], rel=0.02)
