@@ -111,10 +111,6 @@ def test_each_check_runs_alone(check: str) -> None:
     assert failed == []
 
 
-def make_plain() -> right.Plain:
-    return right.Plain(right.default_config())
-
-
 def make_forgetful() -> wrong.MeanOnTrainer:
     return wrong.MeanOnTrainer(wrong.default_config())
 

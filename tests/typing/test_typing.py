@@ -139,8 +139,3 @@ def test_pyright_infers_what_typed_user_code_asserts_and_finds_each_mistake_and_
 ) -> None:
     found = pyright(pages[0].parent, HERE / "typed_user_code.py", MISTAKES, *pages)
     assert sorted(found) == marked(), found
-
-
-def test_the_wheel_says_that_it_is_typed() -> None:
-    # hatch packs every file of the folder.
-    assert (ROOT / "dream_trainer" / "py.typed").read_text() == ""
