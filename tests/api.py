@@ -98,7 +98,7 @@ _NAMES = {
     "dream_trainer.distributed.watchdog": "Watchdog",
     "dream_trainer.distributed.world": "World",
     "dream_trainer.parallel.axes": "AXES options_of_overlap",
-    "dream_trainer.parallel.axis": "AxisSetup MeshParallelism Parallelism lay_mesh_among_data shape_among_data",
+    "dream_trainer.parallel.axis": "AxisSetup MeshParallelism lay_mesh_among_data shape_among_data",
     "dream_trainer.errors": (
         "CheckpointError ConfigError DamagedCheckpointError DataError HookError InitError NonFiniteError "
         "RanksDifferError StepError"
