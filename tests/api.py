@@ -40,7 +40,7 @@ _NAMES = {
     "dream_trainer.cli.new": "EXAMPLES LAUNCH",
     "dream_trainer.cli.plot": "draw panels read_log",
     "dream_trainer.compat.async_collectives": "waited why_memory_is_not_shared",
-    "dream_trainer.compat.attention": "BlockMask attend_flexibly causal_to_the_last_key same_document_mask",
+    "dream_trainer.compat.attention": "BlockMask causal_to_the_last_key",
     "dream_trainer.compat.compiler": "is_compiled never_compiled",
     "dream_trainer.compat.forked_start": "sure_to_start",
     "dream_trainer.compat.fully_shard": "as_one_backward watch_gradients",
@@ -98,7 +98,7 @@ _NAMES = {
     "dream_trainer.distributed.watchdog": "Watchdog",
     "dream_trainer.distributed.world": "World",
     "dream_trainer.parallel.axes": "AXES options_of_overlap",
-    "dream_trainer.parallel.axis": "AxisSetup MeshParallelism Parallelism lay_mesh_among_data shape_among_data",
+    "dream_trainer.parallel.axis": "AxisSetup MeshParallelism lay_mesh_among_data shape_among_data",
     "dream_trainer.errors": (
         "CheckpointError ConfigError DamagedCheckpointError DataError HookError InitError NonFiniteError "
         "RanksDifferError StepError"

@@ -6,25 +6,16 @@ from typing import Any
 
 import pytest
 
-from tests.api import BranchParameters, main, read_record
+from tests.api import BranchParameters, read_record
+from tests.cli.test_runs_command import said
 from tests.trainer.saves import Saves, run
 
 GROUP = Path("runs/tests/checkpoint")
 EVERY_TWO: dict[str, Any] = {"save_every_n_steps": 2, "save_every_n_epochs": None}
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
-    capsys.readouterr()
-    assert main(arguments) == code
-    return capsys.readouterr().out
-
-
 def train(name: str, rate: float, steps: int = 4, **checkpoint: Any) -> Saves:
     return run(experiment=name, learning_rate=rate, training={"max_steps": steps}, **EVERY_TWO | checkpoint)
-
-
-def lines_of(text: str) -> dict[str, str]:
-    return {line.split()[0]: " ".join(line.split()[1:]) for line in text.splitlines() if line.startswith("  ")}
 
 
 def column(text: str, name: str) -> dict[str, str]:
@@ -53,7 +44,7 @@ def test_a_branch_with_nothing_left_to_train_says_so_in_the_list(capsys: pytest.
     parent = train("parent", 0.01)
     train("branch", 0.01, resume=str(parent.run_dir))
     listed = said(capsys, "runs")
-    assert lines_of(listed)["tests/checkpoint/branch"].startswith("finished 4 ")
+    assert (column(listed, "state")["branch"], column(listed, "step")["branch"]) == ("finished", "4")
     assert "tests/checkpoint/branch: finished at step 4: nothing to train: 4 of 4 steps are done" in listed
     before = (GROUP / "parent/run.json").read_text()
     train("parent", 0.01)  # nothing to train either, and its record stays that of its training

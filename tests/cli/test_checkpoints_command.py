@@ -4,7 +4,6 @@ errors."""
 import fcntl
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -57,10 +56,6 @@ def run(tmp_path: Path) -> Path:
     for step in METRICS:
         save_step(run, step)
     return run
-
-
-def damage(path: Path, name: str = "__0_0.distcp") -> None:
-    flip(path / name)
 
 
 def add_what_is_not_whole(run: Path) -> None:
@@ -186,8 +181,8 @@ def test_verify_reads_every_file_and_its_exit_code_tells(run: Path, command: Pri
     assert command("verify", run).count(": whole\n") == 6
     assert command.json("verify", run)["whole"] is True
     third = run / "checkpoints" / "step_00000003"
-    damage(third)
-    damage(third, "shared.json")
+    flip(third / "__0_0.distcp")
+    flip(third / "shared.json")
     assert "step_00000003  " not in command("ls", run)  # sizes fit: listing does not read contents
     said = command("verify", run, code=1)
     assert said.count(": whole\n") == 5
@@ -223,7 +218,7 @@ def test_diff_tells_counters_metrics_config_and_values(run: Path, command: Print
 
 def test_diff_without_values_reads_no_shard(run: Path, command: Printed) -> None:
     root = run / "checkpoints"
-    damage(root / "step_00000001")
+    flip(root / "step_00000001/__0_0.distcp")
     found = command.json("diff", root / "step_00000001", run, "--no-values", code=1)
     assert found["tensors"]["equal"] is None
     assert "values were not compared" in command("diff", root / "step_00000001", run, "--no-values", code=1)
@@ -291,12 +286,9 @@ def test_prune_asks_the_run_and_the_name_which_values_are_better(tmp_path: Path,
 def test_prune_refuses_while_a_job_holds_the_run(run: Path, command: Printed) -> None:
     with (run / "run.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert "a live job writes to" in command.error("prune", run, "--keep-last", 1)
         assert "a live job writes to" in command.error("prune", run / "checkpoints", "--keep-last", 1)
         command("prune", run, "--keep-last", 1, "--dry-run")
         assert steps(run) == set(METRICS)
-    command("prune", run, "--keep-last", 1)  # the lock's file alone holds nobody off
-    assert steps(run) == {6}
 
 
 def test_export_writes_weights_and_tells_the_files(run: Path, tmp_path: Path, command: Printed) -> None:
@@ -355,15 +347,3 @@ def test_help_waits_for_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_program_runs_without_device_and_ranks(run: Path, tmp_path: Path) -> None:
-    damage(run / "checkpoints" / "step_00000006")
-    program = "import sys; from dream_trainer.cli.main import main; sys.exit(main())"
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    line = [sys.executable, "-c", program, "checkpoints", "export", str(run), str(tmp_path / "out")]
-    failed = subprocess.run(line, text=True, env=environment, capture_output=True)
-    assert (failed.returncode, failed.stdout) == (1, "")
-    assert failed.stderr.startswith("error: ")
-    assert failed.stderr.count("\n") == 1
-    assert not (tmp_path / "out").exists()

@@ -145,10 +145,3 @@ def test_what_cannot_be_read_is_named(
         path.write_bytes(content)
     assert main(["data", "tokenize", str(path), "--output", str(tmp_path / "out")]) == 1
     assert says.format(path=path) in " ".join(capsys.readouterr().err.split())
-
-
-def test_the_command_is_a_module_too() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "dream_trainer", "data", "--help"], capture_output=True, text=True, check=True
-    )
-    assert "tokenize" in done.stdout

@@ -1,29 +1,17 @@
 """What is used of PyTorch's attention prototypes is there, and computes what it says, as far as a CPU goes.
 
-The kernel for many lengths runs on CUDA only: `tests/gpu/test_packed_attention.py`.
+Block masks are in tests/data/test_attention_mask.py. The kernel for many lengths runs on CUDA only:
+tests/gpu/test_packed_attention.py.
 """
 
 import inspect
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.api import BlockMask, attend_flexibly, causal_to_the_last_key, same_document_mask
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
-@pytest.mark.parametrize("length", [7, 128, 150])
-def test_a_block_mask_keeps_documents_apart(length: int) -> None:
-    documents = (torch.arange(length) // 5).repeat(2, 1)
-    mask = same_document_mask(documents, causal=True)
-    assert isinstance(mask, BlockMask)
-    query, key, value = torch.randn(3, 2, 2, length, 8).unbind()
-    dense = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
-    expected = F.scaled_dot_product_attention(query, key, value, dense)
-    torch.testing.assert_close(attend_flexibly(query, key, value, mask), expected)
+from tests.api import causal_to_the_last_key
 
 
 def test_the_kernel_for_many_lengths_takes_what_it_is_given() -> None:

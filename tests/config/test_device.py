@@ -23,6 +23,9 @@ def test_the_default_shards_over_all_ranks_with_fsdp_and_replicates_without(worl
 def test_on_several_hosts_the_default_shards_inside_of_each_and_replicates_between_them() -> None:
     assert shape(DeviceParameters(), 16, per_host=8) == (2, 8)
     assert shape(DeviceParameters(), 16, fsdp=False, per_host=8) == (16, 1)
+    assert shape(DeviceParameters.fsdp(), 16, per_host=8) == (1, 16)
+    assert shape(DeviceParameters(tensor_parallel=2), 16, per_host=8) == (2, 4)
+    assert shape(DeviceParameters(tensor_parallel=3), 24, per_host=8) == (1, 8)  # does not divide a host
     assert shape(DeviceParameters(tensor_parallel=8), 32, per_host=4) == (1, 4)  # wider than a host
     assert shape(DeviceParameters(), 7, per_host=4) == (1, 7)  # 4 and 3
     assert shape(DeviceParameters(dp_shard=4), 16, per_host=8) == (4, 4)

@@ -5,8 +5,6 @@ import re
 
 import pytest
 
-import dream_trainer as dt
-from tests.api import resolve_mesh
 from tests.docs.pages import ROOT
 
 SHAPES = {  # vocabulary, width, blocks, heads, heads of keys, hidden, tables of the vocabulary
@@ -39,10 +37,3 @@ def test_the_sizes_worked_out_are_those_of_the_formulas() -> None:
         assert (said[3] == "-") == (c * t > 1)  # of what is gathered too there is no formula
         said[3] = said[3].replace("-", str(kept[3] / 2**30))
         assert [float(number) for number in said] == [pytest.approx(size / 2**30, abs=0.051) for size in kept], mesh
-
-
-def test_auto_on_several_hosts_is_what_the_page_says() -> None:
-    assert resolve_mesh(dt.DeviceParameters(), 16, True, ranks_per_host=8)[1:3] == (2, 8)
-    assert resolve_mesh(dt.DeviceParameters(tensor_parallel=2), 16, True, ranks_per_host=8)[1:3] == (2, 4)
-    assert resolve_mesh(dt.DeviceParameters(tensor_parallel=3), 24, True, ranks_per_host=8)[1:3] == (1, 8)
-    assert resolve_mesh(dt.DeviceParameters.fsdp(), 16, True, ranks_per_host=8)[1:3] == (1, 16)

@@ -10,6 +10,7 @@ import torch
 import dream_trainer as dt
 from tests.docs.pages import ROOT, blocks
 from tests.trainer.arithmetic import full
+from tests.trainer.small import run_config
 from tests.worlds import run_world
 
 
@@ -38,15 +39,10 @@ def train(ranks: int, directory: str) -> list[tuple[list[float], dict[str, torch
                 self.losses.append(float(result["loss"]))
                 return result
 
-        config = dt.DreamTrainerConfig(
-            project="docs",
-            group="tensor-parallel",
-            experiment="gpt",
+        config = run_config(
             device_parameters=dt.DeviceParameters(device="cpu", tensor_parallel=ranks, dp_shard=1),
             tensor_parallel_parameters=dt.TensorParallelParameters(sequence_parallel=sequence_parallel),
             training_parameters=dt.TrainingParameters(max_steps=3, train_batch_size=8),
-            checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False),
-            logger_parameters=dt.LoggerParameters(loggers=()),
         )
         with Shown(config) as trainer:
             trainer.fit()

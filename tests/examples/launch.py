@@ -10,9 +10,11 @@ from pathlib import Path
 from types import ModuleType
 
 from tests import worlds
+from tests.api import read_jsonl
 from tests.programs import run_programs
 
 ROOT = Path(__file__).parent.parent.parent
+EXAMPLES = ROOT / "examples"
 
 
 def run_script(script: Path, *arguments: str, cwd: Path, n_processes: int = 1, timeout: float = 150.0) -> str:
@@ -47,15 +49,33 @@ def run_script(script: Path, *arguments: str, cwd: Path, n_processes: int = 1, t
     return done.stdout
 
 
+def metric(run: Path, name: str) -> dict[int, float]:
+    """What the run in a directory logged under a name, by step."""
+    return {line["step"]: line[name] for line in read_jsonl(run / "metrics.jsonl") if name in line}
+
+
 @contextmanager
-def imported(name: str) -> Iterator[ModuleType]:
-    """Inside, the module `name`, which imports the llama example's modules by their plain names.
+def modules_of(*folders: Path) -> Iterator[None]:
+    """Inside, an example's modules are imported by their plain names, as its scripts do.
 
     Other examples have modules of these names too, so all are forgotten at the end.
     """
     path, before = list(sys.path), set(sys.modules)
-    yield importlib.import_module(name)
-    sys.path[:] = path
-    for module in ("train", "settings", "text", "parallel", "model", "weights", "corpus", "tools.parity", name):
-        if module not in before:
-            sys.modules.pop(module, None)
+    sys.path[:0] = map(str, folders)
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        for name in set(sys.modules) - before:
+            if str(getattr(sys.modules[name], "__file__", "")).startswith(str(EXAMPLES)):
+                del sys.modules[name]
+
+
+@contextmanager
+def imported(name: str, *folders: Path) -> Iterator[ModuleType]:
+    """Inside, the module `name`, with those of examples that it imports: see `modules_of`."""
+    new = {name, "tools.parity"} - set(sys.modules)
+    with modules_of(*folders):
+        yield importlib.import_module(name)
+    for module in new:
+        sys.modules.pop(module, None)

@@ -170,8 +170,7 @@ class CostTrainer(ParityTrainer):
         self.cost = Cost(of_parameters, gradients, bytes_of(moments), self.kept or 0, sent, in_flight, peak=0)
 
 
-def count(cells: Sequence[Cell], directory: str) -> list[tuple[Cost, dict[str, int]]]:
-    """Of each cell, with the elements of each parameter in one process's model."""
+def count(cells: Sequence[Cell], directory: str) -> list[Cost]:
     os.chdir(directory)
     found = []
     buckets.BUCKET_BYTES = 2**15  # so that no bucket is most of what lives
@@ -182,11 +181,11 @@ def count(cells: Sequence[Cell], directory: str) -> list[tuple[Cost, dict[str, i
             config = replace(config, training_parameters=training)
         with CostTrainer(config) as trainer:
             trainer.fit()
-            found.append((trainer.cost, {name: p.numel() for name, p in trainer.model.named_parameters()}))
+            found.append(trainer.cost)
     return found
 
 
-def costs(cells: Sequence[Cell], directory: str) -> dict[Cell, list[tuple[Cost, dict[str, int]]]]:
+def costs(cells: Sequence[Cell], directory: str) -> dict[Cell, list[Cost]]:
     """By cell, of each rank; they have as many."""
     by_rank = run_world(count, cells[0].world_size, list(cells), directory, timeout=600.0)
     return dict(zip(cells, zip(*by_rank, strict=True), strict=True))  # type: ignore[arg-type]

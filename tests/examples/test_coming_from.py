@@ -8,7 +8,6 @@ import importlib
 import io
 import json
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import sklearn.datasets  # noqa: F401  # sets an environment variable, which an example's import would do inside a test
 
-from tests.examples.launch import ROOT, run_script
+from tests.examples.launch import ROOT, modules_of, run_script
 from tests.worlds import run_world
 
 EXAMPLES = ROOT / "examples" / "coming_from"
@@ -28,16 +27,10 @@ Numbers = dict[str, list[float]]
 def run_ports(names: Sequence[str], directory: Path, initial: Path) -> dict[str, Numbers]:
     """What each port reports, from the weights of its original, which ran in `initial`."""
     found: dict[str, Numbers] = {}
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        with contextlib.chdir(directory), contextlib.redirect_stdout(io.StringIO()):
-            for name in names:
-                module: Any = importlib.import_module(f"{name}_after")
-                found[name] = module.main(["--checkpoint-parameters.init-from", str(initial / name / INITIAL[name])])
-    finally:
-        sys.path.remove(str(EXAMPLES))
-        for module in EXAMPLES.glob("*.py"):  # other examples have modules of these names too
-            sys.modules.pop(module.stem, None)
+    with modules_of(EXAMPLES), contextlib.chdir(directory), contextlib.redirect_stdout(io.StringIO()):
+        for name in names:
+            module: Any = importlib.import_module(f"{name}_after")
+            found[name] = module.main(["--checkpoint-parameters.init-from", str(initial / name / INITIAL[name])])
     return found
 
 

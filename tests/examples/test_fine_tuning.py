@@ -1,7 +1,5 @@
 """examples/lora.py and examples/dpo.py: what they write, and that nothing frozen is saved again."""
 
-import importlib
-import json
 import shutil
 import sys
 from collections.abc import Iterator
@@ -17,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
-from tests.examples.launch import ROOT, run_script
+from tests.examples.launch import EXAMPLES, imported, metric, run_script
 
 FEW = ("--pretraining-steps", "2", "--training-parameters.max-steps", "3", "--training-parameters.val-every-n-steps")
 
@@ -34,14 +32,10 @@ def saved_models(run: Path) -> set[str]:
 
 def run_here(name: str, *arguments: str, cwd: Path) -> None:
     """Runs an example in this process, which has imported what it needs."""
-    before = set(sys.modules)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, imported(name, EXAMPLES) as example:
         patch.chdir(cwd)
-        patch.syspath_prepend(str(ROOT / "examples"))
         patch.setattr(sys, "argv", [name, *arguments])
-        importlib.import_module(name).main()
-    for module in {"lora", "dpo", "pictures"} - before:
-        sys.modules.pop(module, None)
+        example.main()
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +69,9 @@ def test_dpo_saves_its_policy_and_not_its_reference(base: Path, tmp_path: Path) 
 
 
 @pytest.fixture
-def dpo(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The example, imported."""
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    before = set(sys.modules)
-    yield importlib.import_module("dpo")
-    for module in {"lora", "dpo", "pictures"} - before:
-        sys.modules.pop(module, None)
+def dpo() -> Iterator[ModuleType]:
+    with imported("dpo", EXAMPLES) as module:
+        yield module
 
 
 def test_the_dpo_loss_is_the_papers(base: Path, dpo: ModuleType) -> None:
@@ -114,19 +104,14 @@ def test_the_dpo_loss_is_the_papers(base: Path, dpo: ModuleType) -> None:
 
 @pytest.mark.slow
 def test_dpo_learns_what_the_gallery_shows(tmp_path: Path) -> None:
-    run_script(ROOT / "examples/dpo.py", cwd=tmp_path, timeout=600)
-    lines = [
-        json.loads(line) for line in (tmp_path / "runs/examples/dpo/manual/metrics.jsonl").read_text().splitlines()
-    ]
-    last = next(line for line in reversed(lines) if "val/likelier" in line)
-    assert last["val/likelier"] > 0.8
-    assert last["val/accuracy"] > 0.85
-    assert last["val/margin"] > 2
+    run_script(EXAMPLES / "dpo.py", cwd=tmp_path, timeout=600)
+    for name, least in (("val/likelier", 0.8), ("val/accuracy", 0.85), ("val/margin", 2)):
+        assert list(metric(tmp_path / "runs/examples/dpo/manual", name).values())[-1] > least
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lora", "dpo"])
 def test_two_ranks_do_the_same(name: str, base: Path, tmp_path: Path) -> None:
     shutil.copytree(base / "base", tmp_path / "base")
-    run_script(ROOT / f"examples/{name}.py", *FEW, "3", cwd=tmp_path, n_processes=2, timeout=300)
+    run_script(EXAMPLES / f"{name}.py", *FEW, "3", cwd=tmp_path, n_processes=2, timeout=300)
     assert (tmp_path / f"{name}.png").exists()

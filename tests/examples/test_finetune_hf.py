@@ -1,8 +1,5 @@
 """examples/finetune_hf.py: it learns, and what it exports is what transformers load."""
 
-import importlib
-import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -11,22 +8,15 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.examples.launch import ROOT, run_script
+from tests.examples.launch import EXAMPLES, imported, metric, run_script
 
-SCRIPT = ROOT / "examples" / "finetune_hf.py"
+SCRIPT = EXAMPLES / "finetune_hf.py"
 
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    yield importlib.import_module("finetune_hf")
-    for module in ("finetune_hf", "packages"):
-        sys.modules.pop(module)
-
-
-def metric(run: Path, name: str) -> list[float]:
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [line[name] for line in lines if name in line]
+def example() -> Iterator[ModuleType]:
+    with imported("finetune_hf", EXAMPLES) as module:
+        yield module
 
 
 def test_it_exports_for_transformers(example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,9 +31,9 @@ def test_it_exports_for_transformers(example: ModuleType, tmp_path: Path, monkey
         batch = next(iter(trainer.configure_dataloaders()[1]))
         with torch.no_grad():
             ours = trainer.model.eval()(**batch).logits
-    losses = metric(trainer.run_dir, "train/loss")
+    losses = list(metric(trainer.run_dir, "train/loss").values())
     assert losses[0] == pytest.approx(torch.tensor(3.0).log().item(), abs=0.15)
-    assert metric(trainer.run_dir, "val/loss")[-1] < 0.8 * losses[0]
+    assert list(metric(trainer.run_dir, "val/loss").values())[-1] < 0.8 * losses[0]
     found = (example.packages.docstrings(example.PACKAGES, held_out=held_out) for held_out in (False, True))
     train, val = ({text for text, _ in part} for part in found)
     assert len(train) > 5 * len(val) > 50
@@ -73,7 +63,7 @@ def test_it_exports_for_transformers(example: ModuleType, tmp_path: Path, monkey
 def test_two_ranks_shard_the_model_and_export_it(tmp_path: Path) -> None:
     output = run_script(SCRIPT, "--training-parameters.max-steps", "30", cwd=tmp_path, n_processes=2)
     assert "Close the window" in output
-    losses = metric(tmp_path / "runs/examples/finetune_hf/docstrings", "train/loss")
+    losses = list(metric(tmp_path / "runs/examples/finetune_hf/docstrings", "train/loss").values())
     assert losses[-1] < losses[0]
     model, report = AutoModelForSequenceClassification.from_pretrained(tmp_path / "finetuned", output_loading_info=True)
     assert not report["missing_keys"]

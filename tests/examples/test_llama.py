@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,43 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from tests.api import CheckpointError
-from tests.examples.launch import ROOT, run_script
+from tests.examples.launch import EXAMPLES, metric, modules_of, run_script
 
-EXAMPLE = ROOT / "examples" / "llama"
-N_STEPS = 30
+EXAMPLE = EXAMPLES / "llama"
 
 
 @pytest.fixture(autouse=True)
-def example_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The example's modules import each other by plain name, as a script's folder allows."""
-    monkeypatch.syspath_prepend(str(EXAMPLE))
-    yield
-    for name in ("model", "weights", "train", "settings", "text", "corpus"):
-        sys.modules.pop(name, None)
-
-
-def build(**changes: Any) -> Any:
-    """A small model in float64, with weights large enough that every part shows in the logits."""
-    from model import Llama, LlamaConfig
-
-    shape = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48, "max_seq_len": 64}
-    model = Llama(LlamaConfig(**(shape | changes))).double()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return model
-
-
-def test_no_position_sees_a_later_token() -> None:
-    model = build().float()
-    tokens = torch.randint(256, (2, 40))
-    changed = tokens.clone()
-    changed[:, 25] = (changed[:, 25] + 1) % 256
-    before, after = model(tokens), model(changed)
-    assert torch.equal(before[:, :25], after[:, :25])
-    assert (before[:, 25:] != after[:, 25:]).any(dim=-1).all()
+def example_modules() -> Iterator[None]:
+    with modules_of(EXAMPLE):
+        yield
 
 
 @pytest.mark.parametrize(("preset", "published"), [("1b", 1_235_814_400), ("8b", 8_030_261_248)])
@@ -121,52 +94,39 @@ def test_weights_from_transformers_and_back_give_the_logits(tied: bool, rope: di
     ],
 )
 def test_a_model_that_is_no_plain_llama_is_refused(change: dict[str, Any], told: str, tmp_path: Path) -> None:
+    from model import PRESETS
     from weights import config_from_hf, config_to_hf
 
     with pytest.raises(CheckpointError, match="cannot be read"):
         config_from_hf(tmp_path)
-    config = config_to_hf(build().config, torch.float32)
+    config = config_to_hf(PRESETS["tiny"], torch.float32)
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(CheckpointError, match=told):
         config_from_hf(tmp_path)
 
 
-def train(cwd: Path, *arguments: str, n_processes: int = 1, max_steps: int = N_STEPS) -> dict[int, float]:
+def train(cwd: Path, max_steps: int, *arguments: str, n_processes: int = 1) -> dict[int, float]:
     """Losses by step of a run with the tiny model."""
     common = (
         "--seq-len 32 --training-parameters.val-every-n-steps 1000 --logger-parameters.log-every-n-steps 1 "
         f"--training-parameters.max-steps {max_steps} --device-parameters.device cpu"
     ).split()
     run_script(EXAMPLE / "train.py", *common, *arguments, cwd=cwd, n_processes=n_processes)
-    (metrics,) = cwd.glob("runs/examples/llama/*/metrics.jsonl")
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return {record["step"]: record["train/loss"] for record in records if "train/loss" in record}
+    (run,) = cwd.glob("runs/examples/llama/*")
+    return metric(run, "train/loss")
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, float]]:
-    """A sharded run that exports what it learned to "learned"."""
-    directory = tmp_path_factory.mktemp("two")
-    return directory, train(directory, "--model", "tiny", "--export-to", "learned", n_processes=2)
-
-
-@pytest.mark.slow
-def test_the_ranks_do_not_change_what_is_learned(two_ranks: tuple[Path, dict[int, float]], tmp_path: Path) -> None:
-    _, sharded = two_ranks
-    alone = train(tmp_path, "--model", "tiny")
-    assert len(alone) == N_STEPS
-    assert alone == pytest.approx(sharded, rel=1e-5)
-    assert alone[N_STEPS] < 0.7 * alone[1]
-
-
-def test_a_run_starts_from_weights_another_exported(two_ranks: tuple[Path, dict[int, float]], tmp_path: Path) -> None:
+def test_a_run_starts_from_weights_that_a_sharded_one_exported(tmp_path: Path) -> None:
     import transformers
 
-    directory, sharded = two_ranks
-    again = train(tmp_path, "--model", str(directory / "learned"), max_steps=1)
-    assert again[1] == pytest.approx(sharded[N_STEPS], rel=0.1)
+    sharded, again = tmp_path / "sharded", tmp_path / "again"
+    sharded.mkdir()
+    again.mkdir()
+    losses = train(sharded, 30, "--model", "tiny", "--export-to", "learned", n_processes=2)
+    assert losses[30] < 0.7 * losses[1]
+    assert train(again, 1, "--model", str(sharded / "learned"))[1] == pytest.approx(losses[30], rel=0.1)
 
-    model = transformers.LlamaForCausalLM.from_pretrained(directory / "learned")
+    model = transformers.LlamaForCausalLM.from_pretrained(sharded / "learned")
     text = torch.tensor(list(b"def __init__(self, *args, **kwargs):"))
     loss = F.cross_entropy(model(text.unsqueeze(0)).logits[0, :-1], text[1:])
     assert loss.item() < 0.8 * math.log(256)

@@ -1,6 +1,5 @@
 """The llama example on every mesh learns what one process learns, to rounding. `tools/parity.sh` prints the matrix."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.examples.launch import ROOT, imported, run_script
+from tests.examples.launch import ROOT, imported, metric, run_script
 
 FEW_STEPS = 4
 
@@ -102,9 +101,8 @@ def test_a_split_model_writes_text_and_exports_what_it_learned(tmp_path: Path) -
             ROOT / "examples/llama/train.py", *common, *more, cwd=tmp_path / name, n_processes=n_processes
         )
         texts.append(printed.split("The model writes:")[1])
-        (metrics,) = (tmp_path / name).glob("runs/examples/llama/*/metrics.jsonl")
-        records = [json.loads(line) for line in metrics.read_text().splitlines()]
-        losses.append([record[key] for record in records for key in ("train/loss", "val/loss") if key in record])
+        (run,) = (tmp_path / name).glob("runs/examples/llama/*")
+        losses.append([loss for key in ("train/loss", "val/loss") for loss in metric(run, key).values()])
     assert len(set(texts)) == 1
     assert len(losses[0]) == 3
     assert all(found == pytest.approx(losses[0], rel=1e-9) for found in losses)

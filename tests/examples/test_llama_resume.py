@@ -1,7 +1,7 @@
 """A checkpoint from any cell of the parity matrix resumes in any other, as if the run had never been stopped."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +9,6 @@ import pytest
 import torch
 
 from tests.examples.launch import imported
-
-
-@pytest.fixture(scope="module")
-def chain() -> Iterator[Any]:
-    with imported("tests.examples.llama_chain") as module:
-        yield module
 
 
 def spanning(cell: Any) -> list[Any]:
@@ -68,10 +62,11 @@ def whole(cell: Any) -> list[Any]:
 @pytest.mark.pitfall(24)
 @pytest.mark.timeout(3600)
 def test_a_run_that_goes_on_in_another_cell_again_and_again_learns_as_if_never_stopped(
-    chain: Any, all_cases: bool, tmp_path: Path
+    all_cases: bool, tmp_path: Path
 ) -> None:
-    cells = whole(chain.Cell) if all_cases else spanning(chain.Cell)
-    links = chain.run_chain(cells, tmp_path)
+    with imported("tests.examples.llama_chain") as chain:
+        cells = whole(chain.Cell) if all_cases else spanning(chain.Cell)
+        links = chain.run_chain(cells, tmp_path)
     assert [link.hop.cell for link in links] == cells
     missed = {link.hop: link.miss for link in links if not link.miss.is_parity()}
     assert not missed

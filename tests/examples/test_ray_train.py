@@ -10,31 +10,28 @@ import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader
 from tests.examples.launch import ROOT, run_script
-from tests.trainer.small import Batch, Samples, Sharded, make_config
+from tests.examples.test_launch_files import Launched
+from tests.trainer.small import Batch, Samples, make_config
 
 STEPS, INTERVAL = 60, 10
 RAY_TRAIN = ROOT / "examples/launch/ray_train.py"
 SCRIPT = "from tests.examples.test_ray_train import train; train()"
 
 
-class Watched(Sharded, dt.CheckpointMixin):
-    """Leaves the number of its process while it trains, and where it resumed."""
+class Watched(Launched):
+    """Leaves the number of its process once it has saved."""
 
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, object]:
-        if not Path("hurry").exists():
-            time.sleep(0.1)
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         if self.global_step == 2 * INTERVAL + 1:
             Path(f"trains-{self.world.rank}").write_text(str(os.getpid()))
         return super().training_step(batch, batch_idx)
-
-    def on_load(self, path: Path) -> None:
-        Path(f"resumed-{self.world.rank}").write_text(str(self.global_step))
 
 
 def train() -> None:

@@ -11,10 +11,10 @@ import pytest
 import sklearn.datasets  # noqa: F401  # sets an environment variable, which the example's import would do inside a test
 
 from tests.api import read_jsonl
-from tests.examples.launch import ROOT, run_script
+from tests.examples.launch import EXAMPLES, ROOT, modules_of, run_script
 
 optuna = pytest.importorskip("optuna")
-EXAMPLE = ROOT / "examples" / "search_optuna.py"
+EXAMPLE = EXAMPLES / "search_optuna.py"
 
 
 @pytest.mark.slow
@@ -35,10 +35,8 @@ def test_a_search_that_is_killed_goes_on_with_the_trial_that_was_running_on_othe
     assert said.count("trial_0000  complete") == said.count("best of 2: accuracy 0.") == 1
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *options, "3"])
-    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
-    runpy.run_path(str(EXAMPLE), run_name="__main__")
-    for module in ("digits", "trials"):
-        del sys.modules[module]
+    with modules_of(EXAMPLES):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
     assert capsys.readouterr().out.count("best of 3: accuracy 0.") == 1
 
     storage = f"sqlite:///{first.parent / 'study.db'}"

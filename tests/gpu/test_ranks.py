@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 import dream_trainer as dt
 from tests.api import ConfigError, all_gather_flat, local_tensors, set_group_timeout
-from tests.gpu.test_training import Fits, config, losses_by_hand
+from tests.gpu.test_training import Fits, config, four_losses, losses_by_hand
 from tests.trainer.arithmetic import fill
 from tests.worlds import run_world
 
@@ -34,11 +34,15 @@ def step(model: nn.Module, device: torch.device) -> float:
     return model(torch.ones(4, 8, device=device)).square().mean().item()
 
 
-def one_rank(device: torch.device) -> dict[str, object]:
+def mesh_of_one(device: torch.device) -> DeviceMesh:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     device_id = device if device.type == "cuda" else None
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
-    mesh = init_device_mesh(device.type, (1,))
+    return init_device_mesh(device.type, (1,))
+
+
+def one_rank(device: torch.device) -> dict[str, object]:
+    mesh = mesh_of_one(device)
     set_group_timeout(mesh.get_group(), timedelta(seconds=60))
     gathered, own = torch.zeros(3, device=device), torch.arange(3.0, device=device)
     all_gather_flat(gathered, own, mesh.get_group())
@@ -61,14 +65,8 @@ def test_a_rank_alone_gathers_and_steps_what_is_offloaded(device: torch.device) 
     assert found["places"] == {"cpu"}
 
 
-def one_of_torchruns(device: torch.device) -> list[float]:
-    with Fits(config(device, steps=4)) as trainer:
-        trainer.fit()
-        return torch.stack(trainer.losses).tolist()
-
-
 def test_one_rank_as_torchrun_starts_it_trains_as_a_process_does(device: torch.device) -> None:
-    (found,) = run_world(one_of_torchruns, 1, device)
+    (found,) = run_world(four_losses, 1, device, False)
     torch.testing.assert_close(torch.tensor(found), losses_by_hand(device, 4).cpu(), rtol=1e-4, atol=1e-4)
 
 
@@ -90,10 +88,7 @@ def one_rank_draws(device: torch.device) -> dict[str, list[float]]:
     """What dropout of a DTensor gives after the trainer's own mesh was laid, and of a plain tensor."""
     from dream_trainer.compat.pytorch import keep_own_generators
 
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    device_id = device if device.type == "cuda" else None
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
-    mesh = init_device_mesh(device.type, (1,))
+    mesh = mesh_of_one(device)
     torch.manual_seed(5)
     keep_own_generators(mesh)
     told: list[int] = []

@@ -128,15 +128,15 @@ def test_losses_are_float32_s_as_near_as_can_be(precision: str, tolerance: float
         torch.testing.assert_close(torch.stack(trainer.losses), expected, rtol=tolerance, atol=1e-3)
 
 
-def compiled_losses(device: torch.device) -> list[float]:
-    """In a process of its own, since the compiler leaves threads behind."""
-    with Fits(config(device, steps=4, compile=True)) as trainer:
+def four_losses(device: torch.device, compiled: bool) -> list[float]:
+    """On a rank; the compiler leaves threads behind."""
+    with Fits(config(device, steps=4, compile=compiled)) as trainer:
         trainer.fit()
         return torch.stack(trainer.losses).tolist()
 
 
 def test_compiled_blocks_train_as_they_do_uncompiled(cuda: torch.device) -> None:
-    (found,) = run_world(compiled_losses, 1, cuda)
+    (found,) = run_world(four_losses, 1, cuda, True)
     torch.testing.assert_close(torch.tensor(found), losses_by_hand(cuda, 4).cpu(), rtol=1e-3, atol=1e-4)
 
 

@@ -1,6 +1,5 @@
 """A plan is what real ranks hold and send, to the byte; tokens are dealt evenly to experts."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +38,13 @@ WAYS_8: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def planned_cells() -> Iterator[Any]:
-    with imported("tests.planning.planned_cells") as module:
-        yield module
-
-
-def compared(tool: Any, ways: list[dict[str, Any]], directory: Path) -> list[tuple[Any, Any, Any]]:
+def compared(ways: list[dict[str, Any]], directory: Path) -> list[tuple[Any, Any, Any]]:
     """Cell, plan and measurement of the first and the last rank."""
-    cells = [tool.Cell(**way) for way in ways]
-    size = cells[0].world_size
-    real = run_world(tool.measured, size, cells, str(directory), timeout=600.0, fresh=True)
-    (plans,) = run_world(tool.planned, 1, cells, str(directory), timeout=600.0, fresh=True)
+    with imported("tests.planning.planned_cells") as tool:
+        cells = [tool.Cell(**way) for way in ways]
+        size = cells[0].world_size
+        real = run_world(tool.measured, size, cells, str(directory), timeout=600.0, fresh=True)
+        (plans,) = run_world(tool.planned, 1, cells, str(directory), timeout=600.0, fresh=True)
     return [(cell, plans[n][rank], real[rank][n]) for n, cell in enumerate(cells) for rank in (0, size - 1)]
 
 
@@ -63,8 +57,8 @@ def compared(tool: Any, ways: list[dict[str, Any]], directory: Path) -> list[tup
         pytest.param(WAYS_8, id="8 ranks", marks=pytest.mark.slow),
     ],
 )
-def test_a_plan_is_what_ranks_hold_and_send(planned_cells: Any, ways: list[dict[str, Any]], tmp_path: Path) -> None:
-    found = compared(planned_cells, ways, tmp_path)
+def test_a_plan_is_what_ranks_hold_and_send(ways: list[dict[str, Any]], tmp_path: Path) -> None:
+    found = compared(ways, tmp_path)
     for cell, plan, truth in found:
         assert plan.peak == pytest.approx(truth.peak, rel=0.03), cell
         if cell.ep == 1:

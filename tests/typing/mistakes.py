@@ -17,14 +17,10 @@ from dream_trainer.simple import Trainer as Simple
 
 @dataclass
 class MyConfig(DreamTrainerConfig):
-    """A config."""
-
     width: int = 64
 
 
 class MyTrainer(DreamTrainer):
-    """A trainer."""
-
     config: MyConfig
 
     def configure_models(self) -> None:
@@ -46,8 +42,6 @@ class MyTrainer(DreamTrainer):
 
 
 class Late(Callback):
-    """A callback."""
-
     def post_epoch(self, trainer: AbstractTrainer) -> None:
         trainer.evaluate()  # error
         trainer.gloabl_step  # error
@@ -60,7 +54,6 @@ class Late(Callback):
 
 
 def run() -> None:
-    """A program."""
     from dream_trainer import Trainers  # error
     from dream_trainer.callbacks import EarlyStoping  # error
     from dream_trainer.config import FsdpParameters  # error

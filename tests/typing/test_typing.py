@@ -59,7 +59,8 @@ Errors = dict[tuple[str, int], str]
 
 def mypy(cache: Path, *arguments: str) -> Errors:
     command = [sys.executable, "-m", "mypy", "--cache-dir", str(cache), "--no-error-summary", *arguments]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment())
+    environment = os.environ | {"MYPYPATH": str(ROOT)}
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert result.returncode in (0, 1), result.stdout + result.stderr
     lines = re.findall(r"^(.+?):(\d+): error: (.*)$", result.stdout, re.MULTILINE)
     return {(Path(file).name, int(line)): message for file, line, message in lines}
@@ -78,10 +79,6 @@ def pyright(directory: Path, *files: Path) -> Errors:
         for each in found
         if each["severity"] == "error"
     }
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "MYPYPATH": str(ROOT)}
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +136,3 @@ def test_pyright_infers_what_typed_user_code_asserts_and_finds_each_mistake_and_
 ) -> None:
     found = pyright(pages[0].parent, HERE / "typed_user_code.py", MISTAKES, *pages)
     assert sorted(found) == marked(), found
-
-
-def test_the_wheel_says_that_it_is_typed() -> None:
-    # hatch packs every file of the folder.
-    assert (ROOT / "dream_trainer" / "py.typed").read_text() == ""

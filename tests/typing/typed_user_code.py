@@ -56,8 +56,6 @@ from dream_trainer.trainer.mixins import EvalMixin
 
 
 class Batch(NamedTuple):
-    """A typed batch."""
-
     x: Tensor
     y: Tensor
 
@@ -73,8 +71,6 @@ class MyConfig(DreamTrainerConfig):
 
 
 class Net(nn.Module):
-    """A model with a type."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.blocks = nn.Sequential(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, 2))
@@ -153,8 +149,6 @@ class MyTrainer(DreamTrainer, CountsWords):
 
 
 class Lines(Logger):
-    """A logger of the user's."""
-
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
         self.path = run_dir / "lines.txt"
 
@@ -181,14 +175,10 @@ class Small(BaseTrainer):
 
 @dataclass
 class PartConfig(BaseTrainerConfig, SetupConfigMixin, CheckpointConfigMixin, LoggerConfigMixin):
-    """The config of a trainer with some mixins."""
-
     lr: float = 0.1
 
 
 class Part(BaseTrainer, SetupMixin, CheckpointMixin, LoggerMixin):
-    """Some mixins."""
-
     config: PartConfig
 
     def configure_models(self) -> None:
@@ -226,8 +216,6 @@ class Late(Callback):
 
 
 class Hourly(TimedCallback):
-    """By the clock."""
-
     last = -math.inf
 
     def is_due_by_the_clock(self) -> bool:
@@ -239,8 +227,6 @@ class Hourly(TimedCallback):
 
 
 class Seconds(LoggingCallback):
-    """Logs."""
-
     began = 0.0
 
     def pre_epoch(self, trainer: AbstractTrainer) -> None:
@@ -251,7 +237,6 @@ class Seconds(LoggingCallback):
 
 
 def run() -> None:
-    """A program."""
     config = MyConfig(
         project="p",
         group="g",
@@ -292,8 +277,6 @@ def run() -> None:
 
 
 def without_a_class() -> None:
-    """A trainer from objects."""
-
     def tell(trainer: Simple, epoch: int, metrics: dict[str, float]) -> None:
         trainer.stop(f"{epoch} {metrics['val/loss']}")
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import dream_trainer as dt
 
@@ -22,6 +22,22 @@ def default_config(**fields: Any) -> dt.DreamTrainerConfig:
 def points(count: int) -> tuple[Tensor, Tensor]:
     x = torch.randn(count, 6, generator=torch.Generator().manual_seed(1))
     return x, (x[:, 0] * x[:, 1] > 0).long()
+
+
+class Changed(Dataset[tuple[Tensor, Tensor]]):
+    """The points, each as `change` makes it."""
+
+    def __init__(self) -> None:
+        self.x, self.y = points(80)
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.change(self.x[index]), self.y[index]
+
+    def change(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
 
 
 class Small(dt.DreamTrainer):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import dream_trainer as dt
 from dream_trainer.modules import MoE
-from tests.testing.programs.common import Small, default_config as small_config, points
+from tests.testing.programs.common import Changed, Small, default_config as small_config, points
 
 
 def default_config() -> dt.DreamTrainerConfig:
@@ -77,9 +77,6 @@ class WeightedTokens(Small):
     def configure_models(self) -> None:
         self.model = nn.Sequential(nn.Embedding(10, 16), nn.Linear(16, 10))
 
-    def dataset(self) -> Any:
-        return Tokens()
-
     def configure_dataloaders(self) -> tuple[Any, Any]:
         return DataLoader(Tokens(), 8, shuffle=True), DataLoader(Tokens(), 8)
 
@@ -131,13 +128,13 @@ class GatheredContrast(Small):
         train = DataLoader(self.dataset(), 16 // self.world.dp_size, shuffle=True)
         return train, DataLoader(TensorDataset(*points(24)), 8)
 
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+    def loss(self, batch: Any) -> Tensor:
         one, other = (F.normalize(self.model(view), dim=1) for view in (batch[0], batch[0].flip(1)))
-        one, other = self.world.all_gather_with_gradient(one), self.world.all_gather_with_gradient(other)
-        loss = F.cross_entropy(5 * one @ other.T, torch.arange(len(one)))
-        self.backward(loss)
-        self.step(self.model, self.optimizer)
-        return {"loss": loss}
+        one, other = self.of_all_ranks(one), self.of_all_ranks(other)
+        return F.cross_entropy(5 * one @ other.T, torch.arange(len(one)))
+
+    def of_all_ranks(self, rows: Tensor) -> Tensor:
+        return self.world.all_gather_with_gradient(rows)
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         return {"norm": self.model(batch[0]).norm(dim=1).mean()}
@@ -188,17 +185,11 @@ class Caches(Small):
         return {"loss": loss, "seconds": time.perf_counter() - self.began}
 
 
-class Noisy(Dataset[tuple[Tensor, Tensor]]):
+class Noisy(Changed):
     """Samples with noise from the global generators."""
 
-    def __init__(self) -> None:
-        self.x, self.y = points(80)
-
-    def __len__(self) -> int:
-        return len(self.y)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.x[index] + 0.1 * torch.randn(6), self.y[index]
+    def change(self, x: Tensor) -> Tensor:
+        return x + 0.1 * torch.randn(6)
 
 
 class Denoiser(Small):

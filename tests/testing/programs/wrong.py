@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import dream_trainer as dt
-from tests.testing.programs.common import Small, default_config as small_config, points
-from tests.testing.programs.right import WeightedTokens
+from tests.testing.programs.common import Changed, Small, default_config as small_config, points
+from tests.testing.programs.right import BatchNorm, GatheredContrast, WeightedTokens
 
 
 def default_config() -> dt.DreamTrainerConfig:
@@ -33,13 +33,6 @@ class MeanOnTrainer(Small):
         self.mean = 0.9 * self.mean + 0.1 * float(loss)
         self.step(self.model, self.optimizer)
         return {"loss": loss}
-
-
-class LowestOnTrainer(Small):
-    lowest = float("inf")
-
-    def post_val_epoch(self, metrics: dict[str, float]) -> None:
-        self.lowest = min(self.lowest, metrics["val/loss"] + 0.1 * self.global_step)
 
 
 class HistoryOnTrainer(Small):
@@ -98,23 +91,17 @@ class Warmup(dt.Callback):
             group["lr"] = 0.01 * min(self.count, 40)
 
 
-class CallbackWithoutState(Small):
-    pass
+def callback_without_state() -> Small:
+    return Small(small_config(callbacks=[Warmup()]))
 
 
-def callback_without_state() -> CallbackWithoutState:
-    return CallbackWithoutState(small_config(callbacks=[Warmup()]))
-
-
-class Levels(Dataset[tuple[Tensor, Tensor]]):
+class Levels(Changed):
     def __init__(self) -> None:
-        (self.x, self.y), self.level = points(80), 0
+        super().__init__()
+        self.level = 0
 
-    def __len__(self) -> int:
-        return len(self.y)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.x[index] * (1 + 0.1 * self.level), self.y[index]
+    def change(self, x: Tensor) -> Tensor:
+        return x * (1 + 0.1 * self.level)
 
 
 class CurriculumInDataset(Small):
@@ -280,23 +267,9 @@ class MeanOfRank(Small):
         return F.cross_entropy(self.model(batch[0] - self.mean), batch[1])
 
 
-class LocalContrast(Small):
-    def configure_dataloaders(self) -> tuple[Any, Any]:
-        train = DataLoader(self.dataset(), 16 // self.world.dp_size, shuffle=True)
-        return train, DataLoader(TensorDataset(*points(24)), 8)
-
-    def configure_models(self) -> None:
-        self.model = nn.Linear(6, 8)
-
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        one, other = (F.normalize(self.model(view), dim=1) for view in (batch[0], batch[0].flip(1)))
-        loss = F.cross_entropy(5 * one @ other.T, torch.arange(len(one)))
-        self.backward(loss)
-        self.step(self.model, self.optimizer)
-        return {"loss": loss}
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        return {"norm": self.model(batch[0]).norm(dim=1).mean()}
+class LocalContrast(GatheredContrast):
+    def of_all_ranks(self, rows: Tensor) -> Tensor:
+        return rows
 
 
 class ScheduleByMicroBatch(Small):
@@ -309,27 +282,12 @@ class ScheduleByMicroBatch(Small):
         return result
 
 
-class ScheduleTwice(Small):
-    def configure_schedulers(self) -> None:
-        self.scheduler = StepLR(self.optimizer, 2, 0.8)
-
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        loss = self.loss(batch)
-        self.backward(loss)
-        self.step(self.model, self.optimizer, self.scheduler)
-        return {"loss": loss}
-
-    def post_train_step(self) -> None:
-        self.scheduler.step()
-
-
 # -- order, clock and validation
 
 
 class ModulesFromSet(Small):
     def configure_models(self) -> None:
         names = {"alpha", "beta", "gamma", "delta", "epsilon", "zeta"}
-        self.model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in names))
         self.model = nn.ModuleDict({name: nn.Linear(6, 2) for name in names})
 
     def loss(self, batch: Any) -> Tensor:
@@ -339,15 +297,9 @@ class ModulesFromSet(Small):
         return {"loss": self.loss(batch)}
 
 
-class Clocked(Dataset[tuple[Tensor, Tensor]]):
-    def __init__(self) -> None:
-        self.x, self.y = points(80)
-
-    def __len__(self) -> int:
-        return len(self.y)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.x[index] + 1e-3 * (time.time_ns() % 1000), self.y[index]
+class Clocked(Changed):
+    def change(self, x: Tensor) -> Tensor:
+        return x + 1e-3 * (time.time_ns() % 1000)
 
 
 class AugmentedByTime(Small):
@@ -355,15 +307,13 @@ class AugmentedByTime(Small):
         return Clocked()
 
 
-class Drawing(Dataset[tuple[Tensor, Tensor]]):
+class Drawing(Changed):
     def __init__(self) -> None:
-        (self.x, self.y), self.rng = points(80), np.random.default_rng(0)
+        super().__init__()
+        self.rng = np.random.default_rng(0)
 
-    def __len__(self) -> int:
-        return len(self.y)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.x[index] + float(self.rng.normal()), self.y[index]
+    def change(self, x: Tensor) -> Tensor:
+        return x + float(self.rng.normal())
 
 
 class GeneratorInDataset(Small):
@@ -378,10 +328,7 @@ class UnseededWeights(Small):
             parameter.data.copy_(0.3 * torch.tensor(values))
 
 
-class ValidationTrainsStatistics(Small):
-    def configure_models(self) -> None:
-        self.model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2))
-
+class ValidationTrainsStatistics(BatchNorm):
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         self.model.train()
         return super().validation_step(batch, batch_idx)
