@@ -4,7 +4,6 @@ from importlib import import_module
 from typing import Any
 
 _NAMES = {
-    "dream_trainer.callbacks.weight_average": "HostAverage",
     "dream_trainer.best_value": "mode_by_name mode_of",
     "dream_trainer.callbacks": (
         "ActivationStats EarlyStopping Every GarbageCollection GradientStats LearningRate Memory "

@@ -13,13 +13,11 @@ from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
 from tests.api import SWA, CheckpointError, DistributedDataLoader, Every, WeightTransfer, export_checkpoint
-from tests.callbacks import test_swa as swa_alone, test_weight_transfer as transfer_alone
-from tests.callbacks.test_swa import Saved, averaged, saved_config
+from tests.callbacks.averages import SAVED_WINDOWS, Saved, averaged, by_hand_averaged, in_windows, saved_config
+from tests.callbacks.test_swa import mean_by_hand
 from tests.trainer import small
 from tests.trainer.arithmetic import fill
 from tests.worlds import run_world
-
-DATA = small.batches(4, 4) * 2
 
 
 class Pairs:
@@ -113,21 +111,22 @@ def test_swa_averages_shards_and_goes_on_at_another_world_size(
     monkeypatch.chdir(directory)
     for rank in ranks:
         assert rank["alike"]
-        small.assert_same_weights(rank["averaged"], swa_alone.by_hand(DATA[:6], (3, 5)))
-    small.assert_same_weights(load_file("live/model.safetensors"), swa_alone.by_hand(DATA[:6], (3, 5)))
+        small.assert_same_weights(rank["averaged"], mean_by_hand(SAVED_WINDOWS[:6], (3, 5)))
+    small.assert_same_weights(load_file("live/model.safetensors"), mean_by_hand(SAVED_WINDOWS[:6], (3, 5)))
     swa = SWA(3, every=2, unit="steps")
     trainer = small.fit(Saved(saved_config(8, swa)))
-    small.assert_same_weights(averaged(swa), swa_alone.by_hand(DATA, (3, 5, 7)))
+    small.assert_same_weights(averaged(swa), mean_by_hand(SAVED_WINDOWS, (3, 5, 7)))
     export_checkpoint(trainer.checkpoints()[-1].path, directory / "stored", weights="swa")
-    small.assert_same_weights(load_file("stored/model.safetensors"), swa_alone.by_hand(DATA, (3, 5, 7)))
+    small.assert_same_weights(load_file("stored/model.safetensors"), mean_by_hand(SAVED_WINDOWS, (3, 5, 7)))
     with pytest.raises(CheckpointError, match="saved without an EMA callback"):
         export_checkpoint(trainer.checkpoints()[-1].path, directory / "other", weights="ema")
 
 
 @pytest.mark.parametrize("kind", ["sharded", "replicated"])
 def test_a_target_follows_shard_by_shard(two: tuple[Path, list[dict[str, Any]]], kind: str) -> None:
+    windows = in_windows(small.batches(4, 4) * 2)[:6]
     for rank in two[1]:
-        small.assert_same_weights(rank[kind], transfer_alone.by_hand((DATA * 2)[:6], decay=0.5, every=2))
+        small.assert_same_weights(rank[kind], by_hand_averaged(windows, decay=0.5, warm_up=False, every=2))
 
 
 def test_a_callback_by_the_clock_goes_by_the_main_rank_s(two: tuple[Path, list[dict[str, Any]]]) -> None:
