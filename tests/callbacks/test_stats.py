@@ -12,8 +12,7 @@ import dream_trainer as dt
 from tests import api
 from tests.callbacks.recording import Logged, names, record
 from tests.operations import Operations
-from tests.trainer.arithmetic import fill
-from tests.trainer.small import Batch, batches, fit, make_config, network, sgd
+from tests.trainer.small import Batch, batches, filled_network, fit, make_config, sgd
 
 
 def stats(prefix: str, tensors: dict[str, list[Tensor]]) -> dict[str, float]:
@@ -29,8 +28,7 @@ def stats(prefix: str, tensors: dict[str, list[Tensor]]) -> dict[str, float]:
 
 def by_hand(data: list[Batch], depth: int | None, *, clip: float = 2.0) -> dict[int, dict[str, float]]:
     """Gradients and weights of every step of a plain loop over `network()`."""
-    model = network()
-    fill(model)
+    model = filled_network()
     optimizer = sgd(model)
     found = {}
     for step, (x, y, _) in enumerate(data, start=1):
