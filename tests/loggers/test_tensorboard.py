@@ -14,7 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from torch.utils.tensorboard import RecordWriter
 
-from tests.api import Audio, Histogram, Image, Images, Stamp, Table, TensorBoardLogger, Text, Video, _record
+from tests.api import Audio, Histogram, Image, Images, Table, TensorBoardLogger, Text, Video, _record
+from tests.loggers.readers import stamp
 
 
 def read(run_dir: Path) -> Any:
@@ -41,10 +42,6 @@ def recorded(run_dir: Path) -> list[int]:
     return [event.step for event in events if event.HasField("summary")]
 
 
-def stamp(step: int) -> Stamp:
-    return Stamp(step, 0, step, 1e9 + step)
-
-
 def write(run_dir: Path, steps: range, resumed_step: int | None = None, *, killed: bool = False) -> None:
     logger = TensorBoardLogger()
     logger.open(run_dir, {}, resumed_step)
@@ -65,7 +62,7 @@ def test_a_killed_and_resumed_run_is_one_curve_with_every_step_once(tmp_path: Pa
         events = found.Scalars(tag)
         assert [event.step for event in events] == list(range(1, 13))
         assert [event.value for event in events] == pytest.approx([value(step) for step in range(1, 13)])
-        assert [event.wall_time for event in events] == [1e9 + step for step in range(1, 13)]
+        assert [event.wall_time for event in events] == [1.5e9 + step for step in range(1, 13)]
     assert [event.step for event in found.Images("picture")] == list(range(1, 13))
     assert shown(tmp_path, "train/loss") == shown(tmp_path, "picture") == list(range(1, 13))
 
