@@ -31,7 +31,7 @@ class Counter:
     def __init__(
         self, run_dir: Path, *, every: int = 2, run: str = "run", loggers: tuple[api.Logger, ...] = ()
     ) -> None:
-        self.step, self.size, self.in_window = 0, BATCH, True
+        self.step = 0
         self.records = api.Records()
         parameters = api.LoggerParameters(log_every_n_steps=every)
         self.notes = Notes()
@@ -41,7 +41,7 @@ class Counter:
             run_dir,
             ("tests", "loggers", run),
             records=self.records,
-            training=api.TrainingRecord(lambda: (None, self.size), lambda: None if self.in_window else self.stamp()),
+            training=api.TrainingRecord(lambda: (None, BATCH), lambda: None),
             config=lambda: {"seed": 3},
             stamp=self.stamp,
             notify=lambda metrics, step: self.told.append((step, metrics)),
@@ -53,9 +53,6 @@ class Counter:
 
     def stamp(self) -> api.Stamp:
         return api.Stamp(self.step, 0, BATCH * self.step, 0.0)
-
-    def add(self, name: str, value: float) -> None:
-        self.records.current.add(name, value, None, "mean")
 
     def window(self, *losses: float, **ends: bool) -> None:
         self.log.window_started()
@@ -88,7 +85,7 @@ def test_loggers_are_opened_when_training_begins(run: Counter) -> None:
 def test_a_save_of_a_listener_finds_what_was_logged_before_it_written(run: Counter) -> None:
     run.window(1.0)
     with run.log.line_of_its_own(counts=True):
-        run.add("val/rank", 7.0)
+        run.records.current.add("val/rank", 7.0, None, "mean")
         state = run.state()
         assert run.told == [(1, {"val/rank": 7.0})]
     assert run.told == [(1, {"val/rank": 7.0})]
