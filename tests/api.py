@@ -89,7 +89,7 @@ _NAMES = {
     "dream_trainer.distributed.hosts": "HostPlace",
     "dream_trainer.distributed.pulse": "Flags Requests",
     "dream_trainer.distributed.ranks": "Ranks",
-    "dream_trainer.distributed.signals": "Interrupted Signals relayed",
+    "dream_trainer.distributed.signals": "Signals relayed",
     "dream_trainer.distributed.seeds": (
         "GENERATORS WatchedSeeds hash_seed preserved_random_state random_state seed_cpu set_random_state "
         "undisturbed_cpu_state"
@@ -97,7 +97,7 @@ _NAMES = {
     "dream_trainer.distributed.watchdog": "Watchdog",
     "dream_trainer.distributed.world": "World",
     "dream_trainer.parallel.axes": "AXES options_of_overlap",
-    "dream_trainer.parallel.axis": "AxisSetup MeshParallelism Parallelism lay_mesh_among_data shape_among_data",
+    "dream_trainer.parallel.axis": "AxisSetup MeshParallelism lay_mesh_among_data shape_among_data",
     "dream_trainer.errors": (
         "CheckpointError ConfigError DamagedCheckpointError DataError HookError InitError NonFiniteError "
         "RanksDifferError StepError"
@@ -134,7 +134,7 @@ _NAMES = {
     "dream_trainer.parallel.sharding": (
         "frozen fsdp_modules gathered refuse_unsupported remember_cut repeated_blocks shard_by_blocks"
     ),
-    "dream_trainer.nested": "average detach map_tensors to_device",
+    "dream_trainer.nested": "average detach to_device",
     "dream_trainer.optim": (
         "OptimizerParameters ScheduleParameters build_optimizer build_optimizers build_schedule "
         "build_schedules freeze refuse_unshardable"
