@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from dream_trainer.loggers import buffer as buffer_module
 from tests.api import DeviceParameters, MetricBuffer, World, reading_waits
@@ -256,10 +257,19 @@ def on_a_rank() -> dict[str, Any]:
     for name, value, weight, reduce in mine[4:]:
         rest.add(name, value, weight, reduce)
     resumed = rest.reduce(world)
+    dtensors = of_dtensors(world)
     copies = on_copies(world) if world.world_size == 2 else {}
     world.close()
     errors = [str(error.value), str(late_error.value)]
-    return {"flushes": flushes, "costs": costs, "errors": errors, "resumed": resumed, "state": state, "copies": copies}
+    found = {"flushes": flushes, "costs": costs, "errors": errors, "resumed": resumed, "state": state}
+    return found | {"copies": copies, "dtensors": dtensors}
+
+
+def of_dtensors(world: World) -> dict[str, float]:
+    mesh, buffer = world.mesh["dp_replicate"], MetricBuffer()
+    buffer.add("partial", DTensor.from_local(torch.tensor(1.0 + world.rank), mesh, [Partial()]))
+    buffer.add("replicated", DTensor.from_local(torch.tensor(5.0), mesh, [Replicate()]))
+    return buffer.reduce(world)
 
 
 def on_copies(world: World) -> dict[str, Any]:
@@ -357,18 +367,6 @@ def test_ranks_that_see_the_same_data_count_once_but_for_extremes(ranks: list[di
     assert alone.reduce(world) == once
 
 
-def log_dtensors() -> dict[str, float]:
-    from torch.distributed.tensor import DTensor, Partial, Replicate
-
-    world = World(DeviceParameters(device="cpu"), shard_by_default=False)
-    mesh = world.mesh["dp_replicate"]
-    buffer = MetricBuffer()
-    buffer.add("partial", DTensor.from_local(torch.tensor(1.0 + world.rank), mesh, [Partial()]))
-    buffer.add("replicated", DTensor.from_local(torch.tensor(5.0), mesh, [Replicate()]))
-    found = buffer.reduce(world)
-    world.close()
-    return found
-
-
-def test_dtensors_are_logged_by_their_global_value() -> None:
-    assert run_world(log_dtensors, 2) == [{"partial": 3.0, "replicated": 5.0}] * 2
+def test_dtensors_are_logged_by_their_global_value(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["dtensors"] == {"partial": sum(range(1, len(ranks) + 1)), "replicated": 5.0}
