@@ -105,15 +105,10 @@ class Halves(nn.Module):
 
 
 class OddOne(Logged):
-    def setup(self) -> None:
-        self.model = Odd().double()
-        fill(self.model)
-        self.optimizer = sgd(self.model)
+    make_model = staticmethod(lambda: Odd().double())
 
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        self.backward(self.model(batch[0]))
-        self.step(self.model, self.optimizer)
-        return {}
+    def loss_of(self, batch: Batch) -> Tensor:
+        return self.model(batch[0])
 
 
 def test_any_output_is_looked_into_and_all_calls_count() -> None:
@@ -219,11 +214,14 @@ def test_a_module_that_is_not_there_is_refused_with_those_that_are() -> None:
         observed(Logged, batches(1), modules=["attention"])
 
 
+def small() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 1)).double()
+
+
 class Parts(Spread, dt.TensorParallelMixin, dt.LoggerMixin):
     """Outputs that are DTensors: cut over the ranks, and not yet summed over them."""
 
-    def configure_models(self) -> None:
-        self.model = small()
+    make_model = staticmethod(small)
 
     def apply_tensor_parallel(self, mesh: Any) -> None:
         from torch.distributed.tensor import Partial
@@ -232,14 +230,8 @@ class Parts(Spread, dt.TensorParallelMixin, dt.LoggerMixin):
         rows = RowwiseParallel(output_layouts=Partial(), use_local_output=False)
         parallelize_module(self.model, mesh, {"0": ColwiseParallel(use_local_output=False), "2": rows})
 
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        self.backward(mse_loss(self.model(batch[0]).full_tensor(), batch[1]))
-        self.step(self.model, self.optimizer)
-        return {}
-
-
-def small() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 1)).double()
+    def loss_of(self, batch: Batch) -> Tensor:
+        return mse_loss(self.model(batch[0]).full_tensor(), batch[1])
 
 
 def on_two_ranks() -> tuple[Logs, Logs]:

@@ -67,10 +67,8 @@ def test_parts_without_a_gradient_are_left_out_and_zeros_are_counted() -> None:
                 self.model["used"].weight.copy_(torch.tensor([[1.0, 0.0, -2.0]]))
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
 
-        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-            self.backward((self.model["used"].weight * torch.tensor([3.0, 0.0, -4.0])).sum())
-            self.step(self.model, self.optimizer)
-            return {}
+        def loss_of(self, batch: Batch) -> Tensor:
+            return (self.model["used"].weight * torch.tensor([3.0, 0.0, -4.0])).sum()
 
     recorder = record(HalfUsed, batches(1), api.GradientStats(1, depth=1), api.WeightStats(1, depth=None))
     metrics = recorder.steps[1]

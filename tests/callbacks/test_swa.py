@@ -62,12 +62,8 @@ def test_validations_see_the_weights_and_from_its_start_on_the_average() -> None
     small.assert_same_weights(small.weights(trainer.model), small.by_hand(windows))
 
 
-class Normalised(small.Validates, small.Alone):
-    """A model with BatchNorm."""
-
-    def setup(self) -> None:
-        self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
-        self.optimizer = small.sgd(self.model)
+class Normalised(small.Alone):
+    make_model = staticmethod(lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double())
 
 
 def test_batch_norm_is_taken_anew_for_the_average_and_given_back() -> None:
