@@ -161,7 +161,7 @@ class RecordsMoves(dt.EMA):
         self.moves = [*vars(self).get("moves", []), operations.names]
 
 
-def test_an_update_that_the_device_may_leave_out_waits_for_nothing_either() -> None:
+def test_an_update_that_the_device_may_leave_out_waits_for_nothing() -> None:
     ema = RecordsMoves(0.9)
     config = small.make_config(n_epochs=1, callbacks=[ema], on_nonfinite="skip")
     small.fit(small.Alone(config, small.batches(3), make_optimizer=small.fused_adamw))

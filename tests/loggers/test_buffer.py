@@ -166,20 +166,6 @@ def test_what_cannot_be_logged_is_an_error_that_names_it(add: Callable[[MetricBu
         add(MetricBuffer())
 
 
-def test_a_rewind_takes_back_what_came_after_the_mark_and_nothing_that_is_under_way(world: World) -> None:
-    buffer = MetricBuffer()
-    buffer.add("x", 1.0)
-    buffer.mark()
-    buffer.add("x", 5.0)
-    buffer.add("y", 5.0)
-    buffer.rewind()
-    buffer.add("x", 3.0)
-    flight = buffer.begin()
-    buffer.rewind()
-    assert buffer.finish(flight, world) == {"x": 2.0}
-    assert buffer.reduce(world) == {}
-
-
 @pytest.mark.parametrize("reduce", ["mean", "sum", "min", "max", "last"])
 def test_saved_in_the_middle_and_loaded_gives_the_same_bits(world: World, reduce: str) -> None:
     draw = random.Random(2)
