@@ -110,7 +110,7 @@ _NAMES = {
     "dream_trainer.loggers.media": "Audio Histogram Image Images Media Table Text Video",
     "dream_trainer.loggers.media_files": "ImageFilesLogger pil_image",
     "dream_trainer.loggers.records": "TrainingRecord Record Records",
-    "dream_trainer.loggers.tensorboard": "TensorBoardLogger _record",
+    "dream_trainer.loggers.tensorboard": "TensorBoardLogger",
     "dream_trainer.loggers.trackers": "MLflowLogger WandbLogger",
     "dream_trainer.meta.functions": "map_leaves",
     "dream_trainer.meta.initialise": "default_init",

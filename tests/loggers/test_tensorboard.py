@@ -12,9 +12,8 @@ from PIL import Image as Pillow
 from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-from torch.utils.tensorboard import RecordWriter
 
-from tests.api import Audio, Histogram, Image, Images, Table, TensorBoardLogger, Text, Video, _record
+from tests.api import Audio, Histogram, Image, Images, Table, TensorBoardLogger, Text, Video
 from tests.loggers.readers import stamp
 
 
@@ -129,10 +128,3 @@ def test_every_kind_of_media_is_what_it_was(tmp_path: Path) -> None:
     assert (list(counts.bucket), list(counts.bucket_limit), counts.num) == ([3, 0, 4], [0, 1, 2], 7)
     assert found.Tensors("note/text_summary")[0].tensor_proto.string_val[0] == b"**bold**"
     assert b"| 1 | a\\|b |" in found.Tensors("rows/text_summary")[0].tensor_proto.string_val[0]
-
-
-@pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 5])
-def test_a_record_is_what_tensorboards_own_writer_writes(data: bytes) -> None:
-    theirs = io.BytesIO()
-    RecordWriter(theirs).write(data)
-    assert _record(data) == theirs.getvalue()
