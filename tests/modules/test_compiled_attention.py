@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from tests import api
+from tests.modules.test_context_attention import step as step_of
 from tests.operations import Operations
 
 LENGTH = 8
@@ -37,9 +38,7 @@ def compiled(run: Callable[..., Any], backend: str = "eager") -> nn.Module:
 
 
 def step(*lengths: int) -> api.AttentionTakeover:
-    attention = api.GatheredAttention(api.SequenceParts(0, 2, None, is_balanced=True))
-    attention.lengths = set(lengths)
-    return api.AttentionTakeover(attention, api.handlers(attention))
+    return step_of(api.GatheredAttention(api.SequenceParts(0, 2, None, is_balanced=True)), *lengths)
 
 
 def attend(module: nn.Module, x: Tensor, *_: Any) -> Tensor:
