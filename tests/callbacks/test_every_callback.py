@@ -21,7 +21,7 @@ from dream_trainer import callbacks as shipped
 from tests.api import EVENTS, ConfigError, to_dict
 from tests.callbacks.factories import FACTORIES, PRINTED, SECOND
 from tests.callbacks.recording import Recorder, names
-from tests.trainer.small import assert_same_weights, weights
+from tests.trainer.small import assert_same_weights, run_config, weights
 
 INTERFACES = {"Callback", "CallbackCollection", "LoggingCallback", "TimedCallback"}
 
@@ -72,13 +72,10 @@ def make(
     seed: int = 0,
 ) -> Student:
     return kind(
-        dt.DreamTrainerConfig(
+        run_config(
+            "e",
             seed=seed,
-            project="p",
-            group="g",
-            experiment="e",
             callbacks=dt.CallbackCollection(callbacks, defaults=[]),
-            device_parameters=dt.DeviceParameters(device="cpu"),
             training_parameters=dt.TrainingParameters(
                 max_steps=max_steps, train_batch_size=batch_size, global_batch_size=8, val_every_n_steps=4
             ),

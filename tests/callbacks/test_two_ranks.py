@@ -16,18 +16,18 @@ from tests.api import SWA, CheckpointError, DistributedDataLoader, Every, Weight
 from tests.callbacks.averages import SAVED_WINDOWS, Saved, averaged, by_hand_averaged, in_windows, saved_config
 from tests.callbacks.test_swa import mean_by_hand
 from tests.trainer import small
-from tests.trainer.arithmetic import fill
 from tests.worlds import run_world
 
 
-class Pairs:
-    """Mix in: a target beside the model."""
+class Pair(small.Spread, dt.EvalMixin):
+    """A target beside the model."""
 
     def configure_models(self) -> None:
-        self.model, self.target = small.network(), small.network().requires_grad_(False)
+        super().configure_models()
+        self.target = small.network().requires_grad_(False)
 
     def init_weights(self) -> None:
-        fill(self.model)
+        super().init_weights()
         for parameter in self.target.parameters():
             nn.init.constant_(parameter, 7.0)
 
@@ -35,14 +35,6 @@ class Pairs:
         with torch.no_grad():
             loss = mse_loss(self.target(batch[0]), batch[1])  # leaves the root of the target gathered
         return {"loss": loss}
-
-
-class ShardedPair(Pairs, small.Sharded, dt.EvalMixin):
-    pass
-
-
-class ReplicatedPair(Pairs, small.Spread, dt.EvalMixin):
-    pass
 
 
 def followed(trainer_class: Any) -> dict[str, Tensor]:
@@ -75,7 +67,7 @@ def epochs_until_stopped() -> int:
     stopping = dt.EarlyStopping(patience=1, min_delta=1e6)
     config = small.make_config(n_epochs=9, global_batch_size=4, callbacks=[stopping])
     loaders = DistributedDataLoader(small.Samples(8), 2), DistributedDataLoader(small.Samples(4), 2)
-    with ShardedPair(config, *loaders) as trainer:
+    with small.sharded(Pair)(config, *loaders) as trainer:
         trainer.fit()
         return trainer.current_epoch
 
@@ -91,7 +83,7 @@ def on_two_ranks(directory: str) -> dict[str, Any]:
             swa.averaged("model")[n].placements == p.placements for n, p in trainer.model.named_parameters()
         )
         trainer.export("live", weights="swa")
-    found["sharded"], found["replicated"] = followed(ShardedPair), followed(ReplicatedPair)
+    found["sharded"], found["replicated"] = followed(small.sharded(Pair)), followed(Pair)
     found["clock"], found["epochs"] = steps_of_clock(), epochs_until_stopped()
     return found
 
