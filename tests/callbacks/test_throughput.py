@@ -119,11 +119,11 @@ def test_time_that_checkpoints_take_is_left_out(by: str, monkeypatch: pytest.Mon
 
     saves = [Every(2, "steps", lambda trainer: trainer.save_checkpoint())] if by == "a callback" else []
     callbacks = [Throughput(clock=clock, every_n_steps=2, warm_up_steps=1), recorder, SlowToSave(), *saves]
-    config = make_config(callbacks=callbacks, log_every=1, max_steps=5, val_every_n_steps=2)
     every = 2 if by == "the config" else None
-    config.checkpoint_parameters = dt.CheckpointParameters(
+    checkpoint = dt.CheckpointParameters(
         save_every_n_steps=every, save_every_n_epochs=None, save_at_end=False, async_save=False
     )
+    config = make_config(callbacks=callbacks, log_every=1, checkpoint=checkpoint, max_steps=5, val_every_n_steps=2)
     trainer = Saves(config, batches(6), batches(1))
     trainer.clock, trainer.seconds = clock, iter([9.0, 1.0, 3.0, 2.0, 2.5])
     fit(trainer)
