@@ -39,11 +39,10 @@ def job_of_two() -> tuple[int, dict[str, Any], dist.TCPStore]:
     return rank, {"rank": rank, "world_size": 2, "store": dist.PrefixStore("job", store.clone())}, store
 
 
-def run_alone(function: str, cwd: Path) -> tuple[int, str, float]:
-    """Exit status, standard error and seconds of a function of this module in a process of its own."""
-    began = time.monotonic()
-    ((status, text),) = run_ranks(f"from tests.distributed.test_watchdog import {function}; {function}()", 1, cwd)
-    return status, text, time.monotonic() - began
+def run_alone(function: str, cwd: Path) -> tuple[int, str]:
+    """Exit status and standard error of a function of this module in a process of its own, which ends in time."""
+    code = f"from tests.distributed.test_watchdog import {function}; {function}()"
+    return run_ranks(code, 1, cwd, timeout=50.0)[0]
 
 
 def dozes() -> None:
@@ -115,9 +114,8 @@ def loads_data_for_ever() -> None:
 
 
 def test_a_process_alone_that_stands_still_ends_too_and_keeps_what_an_earlier_attempt_wrote(tmp_path: Path) -> None:
-    status, text, seconds = run_alone("loads_data_for_ever", tmp_path)
+    status, text = run_alone("loads_data_for_ever", tmp_path)
     assert status == 1
-    assert seconds < 50
     assert "rank 0 made no progress for 1 s (step 7)" in text
     written = (tmp_path / "run/stacks/rank_00000.txt").read_text()
     assert written.startswith("an earlier attempt\n====")
@@ -138,15 +136,14 @@ def holds_the_lock() -> None:
 
 
 def test_native_code_that_keeps_pythons_lock_for_ever_is_ended_by_the_backstop(tmp_path: Path) -> None:
-    status, _, seconds = run_alone("holds_the_lock", tmp_path)
+    status, _ = run_alone("holds_the_lock", tmp_path)
     assert status == 1
-    assert seconds < 50
     assert "in holds_the_lock" in (tmp_path / "run/stacks/rank_00000.txt").read_text()
 
 
 @pytest.mark.slow
 def test_without_a_run_directory_the_backstop_writes_to_standard_error(tmp_path: Path) -> None:
-    status, text, _ = run_alone("holds_the_lock_and_keeps_no_files", tmp_path)
+    status, text = run_alone("holds_the_lock_and_keeps_no_files", tmp_path)
     assert status == 1
     assert "in holds_the_lock_and_keeps_no_files" in text
     assert not list(tmp_path.iterdir())
@@ -160,7 +157,7 @@ def stands_still_where_nothing_can_be_written() -> None:
 
 
 def test_stacks_that_cannot_be_written_are_printed(tmp_path: Path) -> None:
-    status, text, _ = run_alone("stands_still_where_nothing_can_be_written", tmp_path)
+    status, text = run_alone("stands_still_where_nothing_can_be_written", tmp_path)
     assert status == 1
     assert "in dozes" in text
     assert "run/stacks/rank_00000.txt failed" in text
@@ -187,7 +184,7 @@ def moves_then_is_patient_then_stops() -> None:
 
 
 def test_progress_patience_and_the_end_of_watching_raise_no_alarm_and_leave_nothing(tmp_path: Path) -> None:
-    status, text, _ = run_alone("moves_then_is_patient_then_stops", tmp_path)
+    status, text = run_alone("moves_then_is_patient_then_stops", tmp_path)
     assert status == 0, text
 
 
@@ -199,10 +196,9 @@ def is_patient_for_ever() -> None:
 
 
 def test_patience_ends_at_its_own_limit(tmp_path: Path) -> None:
-    status, text, seconds = run_alone("is_patient_for_ever", tmp_path)
+    status, text = run_alone("is_patient_for_ever", tmp_path)
     assert status == 1
     assert "made no progress for 1 s" in text
-    assert seconds < 50
 
 
 class Numbers(torch.utils.data.Dataset[int]):
@@ -225,6 +221,6 @@ def reads_from_worker_processes() -> None:
 
 
 def test_worker_processes_forked_while_it_watches_come_and_go(tmp_path: Path) -> None:
-    status, text, _ = run_alone("reads_from_worker_processes", tmp_path)
+    status, text = run_alone("reads_from_worker_processes", tmp_path)
     assert status == 0, text
     assert text == ""
