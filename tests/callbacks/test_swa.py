@@ -29,9 +29,15 @@ def mean_by_hand(windows: Windows, taken: Sequence[int], **options: Any) -> dict
     ],
     ids=["from step 2 every 3", "from epoch 2", "every other epoch", "not yet"],
 )
-def test_the_average_is_the_mean_of_the_weights_at_its_times(swa: SWA, taken: Sequence[int]) -> None:
-    small.fit(small.Alone(small.make_config(n_epochs=3, callbacks=[swa]), small.batches(4)))
-    small.assert_same_weights(averaged(swa), mean_by_hand(in_windows(small.batches(4) * 3), taken))
+def test_the_average_is_the_mean_of_the_weights_at_its_times_and_validations_see_it(
+    swa: SWA, taken: Sequence[int]
+) -> None:
+    truth = mean_by_hand(in_windows(small.batches(4) * 3), taken)
+    config = small.make_config(n_epochs=3, callbacks=[swa])
+    with Validated(config, small.batches(4), small.batches(2)) as trainer:
+        trainer.fit()
+        small.assert_same_weights(averaged(swa), truth)
+        assert trainer.evaluate()["val/loss"] == pytest.approx(loss_with(truth, 4), rel=1e-12)
 
 
 @pytest.mark.usefixtures("late_norms")
@@ -47,19 +53,6 @@ def test_weights_are_taken_only_where_the_model_has_changed_since(make_optimizer
     # Steps 3 and 4 were both skipped; of 5 and 6 only the latter.
     truth = mean_by_hand(in_windows(small.batches(8)), (2, 6, 8), skipped=skipped, make_optimizer=make_optimizer)
     small.assert_same_weights(averaged(swa), truth)
-
-
-def test_validations_see_the_weights_and_from_its_start_on_the_average() -> None:
-    swa, data = SWA(4, every=2, unit="steps"), small.batches(6)
-    trainer = small.fit(
-        Validated(small.make_config(n_epochs=1, val_every_n_steps=2, callbacks=[swa]), data, small.batches(2))
-    )
-    windows = in_windows(data)
-    truths = [mean_by_hand(windows[:2], ()), mean_by_hand(windows[:4], (4,)), mean_by_hand(windows, (4, 6))]
-    assert [found["val/loss"] for found in trainer.metrics] == pytest.approx(
-        [loss_with(truth, 4) for truth in truths], rel=1e-12
-    )
-    small.assert_same_weights(small.weights(trainer.model), small.by_hand(windows))
 
 
 class Normalised(small.Alone):

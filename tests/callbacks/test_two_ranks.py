@@ -77,11 +77,7 @@ def on_two_ranks(directory: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with Saved(saved_config(6, SWA(3, every=2, unit="steps"))) as trainer:
         trainer.fit()
-        swa = trainer.get_callback(SWA)
-        found["averaged"] = averaged(swa)
-        found["alike"] = all(
-            swa.averaged("model")[n].placements == p.placements for n, p in trainer.model.named_parameters()
-        )
+        found["averaged"] = averaged(trainer.get_callback(SWA))
         trainer.export("live", weights="swa")
     found["sharded"], found["replicated"] = followed(small.sharded(Pair)), followed(Pair)
     found["clock"], found["epochs"] = steps_of_clock(), epochs_until_stopped()
@@ -102,7 +98,6 @@ def test_swa_averages_shards_and_goes_on_at_another_world_size(
     directory, ranks = two
     monkeypatch.chdir(directory)
     for rank in ranks:
-        assert rank["alike"]
         small.assert_same_weights(rank["averaged"], mean_by_hand(SAVED_WINDOWS[:6], (3, 5)))
     small.assert_same_weights(load_file("live/model.safetensors"), mean_by_hand(SAVED_WINDOWS[:6], (3, 5)))
     swa = SWA(3, every=2, unit="steps")
