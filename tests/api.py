@@ -4,7 +4,6 @@ from importlib import import_module
 from typing import Any
 
 _NAMES = {
-    "dream_trainer.callbacks.weight_average": "HostAverage",
     "dream_trainer.best_value": "mode_by_name mode_of",
     "dream_trainer.callbacks": (
         "ActivationStats EarlyStopping Every GarbageCollection GradientStats LearningRate Memory "
@@ -90,7 +89,7 @@ _NAMES = {
     "dream_trainer.distributed.hosts": "HostPlace",
     "dream_trainer.distributed.pulse": "Flags Requests",
     "dream_trainer.distributed.ranks": "Ranks",
-    "dream_trainer.distributed.signals": "Interrupted Signals relayed",
+    "dream_trainer.distributed.signals": "Signals relayed",
     "dream_trainer.distributed.seeds": (
         "GENERATORS WatchedSeeds hash_seed preserved_random_state random_state seed_cpu set_random_state "
         "undisturbed_cpu_state"
@@ -111,7 +110,7 @@ _NAMES = {
     "dream_trainer.loggers.media": "Audio Histogram Image Images Media Table Text Video",
     "dream_trainer.loggers.media_files": "ImageFilesLogger pil_image",
     "dream_trainer.loggers.records": "TrainingRecord Record Records",
-    "dream_trainer.loggers.tensorboard": "TensorBoardLogger _record",
+    "dream_trainer.loggers.tensorboard": "TensorBoardLogger",
     "dream_trainer.loggers.trackers": "MLflowLogger WandbLogger",
     "dream_trainer.meta.functions": "map_leaves",
     "dream_trainer.meta.initialise": "default_init",
@@ -135,7 +134,7 @@ _NAMES = {
     "dream_trainer.parallel.sharding": (
         "frozen fsdp_modules gathered refuse_unsupported remember_cut repeated_blocks shard_by_blocks"
     ),
-    "dream_trainer.nested": "average detach map_tensors to_device",
+    "dream_trainer.nested": "average detach to_device",
     "dream_trainer.optim": (
         "OptimizerParameters ScheduleParameters build_optimizer build_optimizers build_schedule "
         "build_schedules freeze refuse_unshardable"

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from tests import worlds
 from tests.api import forget_meshes
+from tests.kept_ranks import torch_settings
 from tests.late_norms import norms_are_read_late
 
 ROOT = Path(__file__).parent.parent
@@ -267,27 +268,15 @@ def _top_level_files() -> set[str]:
 @pytest.fixture(autouse=True)
 def torch_settings_are_left_alone() -> Iterator[None]:
     """Fails a test that leaves global torch settings changed, and puts them back."""
-    before = _torch_settings()
+    before = torch_settings()
     yield
-    after = _torch_settings()
+    after = torch_settings()
     torch.set_default_dtype(before["default dtype"])
     torch.use_deterministic_algorithms(before["deterministic"], warn_only=before["deterministic warn only"])
     torch.set_grad_enabled(before["grad enabled"])
     torch.set_num_threads(before["threads"])
     changed = {name: (before[name], after[name]) for name in before if before[name] != after[name]}
     assert not changed, f"torch settings left changed (before, after): {changed}"
-
-
-def _torch_settings() -> dict[str, object]:
-    return {
-        "default dtype": torch.get_default_dtype(),
-        "default device": torch.get_default_device(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "deterministic warn only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "grad enabled": torch.is_grad_enabled(),
-        "threads": torch.get_num_threads(),
-        "matmul precision": torch.get_float32_matmul_precision(),
-    }
 
 
 @pytest.fixture(autouse=True)

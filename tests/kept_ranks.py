@@ -124,15 +124,22 @@ def _is_of(module: str, home: str) -> bool:
     return home.startswith(module) if module in PATCHED else home == module
 
 
+def torch_settings() -> dict[str, object]:
+    """The global settings that a test may change by PyTorch's own functions."""
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "deterministic warn only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "grad enabled": torch.is_grad_enabled(),
+        "threads": torch.get_num_threads(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+    }
+
+
 def _settings() -> tuple[object, ...]:
     return (
-        torch.get_default_dtype(),
-        torch.get_default_device(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.is_grad_enabled(),
-        torch.get_num_threads(),
-        torch.get_float32_matmul_precision(),
+        *torch_settings().values(),
         torch.is_inference_mode_enabled(),
         torch.is_anomaly_enabled(),
         torch._C._len_torch_dispatch_stack(),

@@ -22,7 +22,6 @@ MODULES = (
     "tests.worlds",
     "dream_trainer.callbacks",
     "dream_trainer.checkpoint.store",
-    "dream_trainer.checkpoint.store",
     "dream_trainer.trainer.dream",
     "dream_trainer.trainer.saved_state",
 )

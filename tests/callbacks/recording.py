@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import dream_trainer as dt
-from tests.trainer.small import Alone, Sharded, fit
+from tests.trainer.small import Alone, Sharded, fit, make_config, sgd
 
 
 class Clock:
@@ -46,10 +46,19 @@ class Recorder(dt.Callback):
         """One metric by step."""
         return {step: metrics[name] for step, metrics in self.steps.items() if name in metrics}
 
+    def under(self, *prefixes: str) -> dict[int, dict[str, float]]:
+        """The metrics whose names begin with one of the prefixes, by step."""
+        found = {
+            step: {n: v for n, v in metrics.items() if n.startswith(prefixes)} for step, metrics in self.steps.items()
+        }
+        return {step: metrics for step, metrics in found.items() if metrics}
 
-def record(trainer: Any, recorder: Recorder) -> Recorder:
-    """What a whole run of `trainer`, which has `recorder` among its callbacks, logs."""
-    fit(trainer)
+
+def record(kind: Any, data: Any, *callbacks: dt.Callback, make_optimizer: Any = sgd, **options: Any) -> Recorder:
+    """What a run of one epoch logs at each step, unless `options` of `make_config` say otherwise."""
+    recorder = Recorder()
+    config = make_config(callbacks=[*callbacks, recorder], **{"log_every": 1, "n_epochs": 1} | options)
+    fit(kind(config, data, make_optimizer=make_optimizer))
     return recorder
 
 

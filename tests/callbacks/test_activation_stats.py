@@ -9,13 +9,13 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.nn.functional import mse_loss
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 import dream_trainer as dt
 from tests.api import ActivationStats, ConfigError
-from tests.callbacks.recording import Logged, LoggedSharded, Recorder, record
+from tests.callbacks.recording import Logged, LoggedSharded, record
 from tests.late_norms import norms_are_read_late
+from tests.operations import Operations
 from tests.trainer.arithmetic import fill
 from tests.trainer.small import Batch, Samples, Spread, Validates, batches, fit, fused_adamw, make_config, network, sgd
 from tests.trainer.test_nonfinite import Poisoned
@@ -55,19 +55,8 @@ def by_hand(windows: Sequence[Sequence[Batch]]) -> Logs:
     return found
 
 
-def logged(recorder: Recorder) -> Logs:
-    """What was logged of activations, by step."""
-    found = {
-        step: {name: value for name, value in metrics.items() if name.startswith("activations/")}
-        for step, metrics in recorder.steps.items()
-    }
-    return {step: metrics for step, metrics in found.items() if metrics}
-
-
-def observed(cls: Any, data: Any, val: Any = None, *, every: int = 1, modules: Any = None, **training: Any) -> Logs:
-    recorder = Recorder()
-    callbacks = [ActivationStats(every, modules=modules), recorder]
-    return logged(record(cls(make_config(callbacks=callbacks, log_every=1, **training), data, val), recorder))
+def observed(cls: Any, data: Any, *, every: int = 1, modules: Any = None, **options: Any) -> Logs:
+    return record(cls, data, ActivationStats(every, modules=modules), **options).under("activations/")
 
 
 def assert_same(found: Logs, expected: Logs) -> None:
@@ -77,7 +66,7 @@ def assert_same(found: Logs, expected: Logs) -> None:
 
 
 def test_a_window_counts_whole_and_each_element_of_it_alike() -> None:
-    found = observed(Logged, RAGGED * 2, every=2, n_epochs=1, gradient_accumulation_steps=2)
+    found = observed(Logged, RAGGED * 2, every=2, gradient_accumulation_steps=2)
     truth = by_hand([RAGGED[:2], RAGGED[2:]] * 2)
     assert_same(found, {step: truth[step] for step in (2, 4)})
 
@@ -86,7 +75,7 @@ def test_a_window_that_is_run_again_counts_once() -> None:
     class Retried(Poisoned, Logged):
         poison = {3: (float("nan"), 2)}
 
-    found = observed(Retried, RAGGED, every=2, n_epochs=1, gradient_accumulation_steps=2, on_nonfinite="retry")
+    found = observed(Retried, RAGGED, every=2, gradient_accumulation_steps=2, on_nonfinite="retry")
     assert_same(found, {2: by_hand([RAGGED[:2], RAGGED[2:]])[2]})
 
 
@@ -116,15 +105,10 @@ class Halves(nn.Module):
 
 
 class OddOne(Logged):
-    def setup(self) -> None:
-        self.model = Odd().double()
-        fill(self.model)
-        self.optimizer = sgd(self.model)
+    make_model = staticmethod(lambda: Odd().double())
 
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        self.backward(self.model(batch[0]))
-        self.step(self.model, self.optimizer)
-        return {}
+    def loss_of(self, batch: Batch) -> Tensor:
+        return self.model(batch[0])
 
 
 def test_any_output_is_looked_into_and_all_calls_count() -> None:
@@ -134,8 +118,8 @@ def test_any_output_is_looked_into_and_all_calls_count() -> None:
     truth = {"model.linear": [model.linear(x)], "model.relu": [once, model.relu(once - 1)], "model.ids": [x * 2]}
     truth["model.halves"] = [model.halves(x)]
     # Without repeated blocks: the model's children, but for the one that is not called.
-    assert_same(observed(OddOne, batches(1), n_epochs=1), {1: stats(truth)})
-    chosen = observed(OddOne, batches(1), n_epochs=1, modules=["relu$", "model.l"])
+    assert_same(observed(OddOne, batches(1)), {1: stats(truth)})
+    chosen = observed(OddOne, batches(1), modules=["relu$", "model.l"])
     assert_same(chosen, {1: stats({name: truth[name] for name in ("model.relu", "model.linear")})})
 
 
@@ -162,17 +146,6 @@ def test_hooks_are_there_in_windows_that_are_due_and_never_in_a_validation() -> 
     assert trainer.count() == 0
 
 
-class ReadsNothing(TorchDispatchMode):
-    """Raises where the host would wait for a number, and counts what else runs."""
-
-    operations = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert function is not torch.ops.aten._local_scalar_dense.default
-        self.operations += 1
-        return function(*args, **(kwargs or {}))
-
-
 class Around(dt.Callback):
     """Enters a context around what the other callbacks do in a window."""
 
@@ -195,12 +168,13 @@ def test_a_step_that_is_due_reads_nothing_on_the_host() -> None:
             self.step(self.model, self.optimizer)
             return {}
 
-    mode, windows = ReadsNothing(), ExitStack()
-    callbacks = [Around(-1, lambda: windows.enter_context(mode)), ActivationStats(1), Around(1, windows.close)]
+    operations, windows = Operations(), ExitStack()
+    callbacks = [Around(-1, lambda: windows.enter_context(operations)), ActivationStats(1), Around(1, windows.close)]
     config = make_config(callbacks=callbacks, n_epochs=1)
     with norms_are_read_late(), windows, Steps(config, batches(2), make_optimizer=fused_adamw) as trainer:
         trainer.fit()
-    assert mode.operations > 0
+    assert operations.names
+    assert "_local_scalar_dense" not in operations.names
 
 
 def test_compiled_blocks_are_looked_at_from_outside_and_compile_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -228,7 +202,7 @@ def test_compiled_blocks_are_looked_at_from_outside_and_compile_once(caplog: pyt
     torch._dynamo.reset()
     # Given to the first block as to the second, or it is compiled by itself.
     data = [(x.contiguous().requires_grad_(), *rest) for x, *rest in batches(4)]
-    found = observed(Compiled, data, every=2, modules=[r"^model\.0\.\d"], n_epochs=1)
+    found = observed(Compiled, data, every=2, modules=[r"^model\.0\.\d"])
     truth = by_hand([[batch] for batch in data])
     assert_same(found, {step: truth[step] for step in (2, 4)})
     assert len(graphs) == 1
@@ -237,14 +211,17 @@ def test_compiled_blocks_are_looked_at_from_outside_and_compile_once(caplog: pyt
 
 def test_a_module_that_is_not_there_is_refused_with_those_that_are() -> None:
     with pytest.raises(ConfigError, match=r"modules: 'attention' matches no module\. Near names: model"):
-        observed(Logged, batches(1), modules=["attention"], n_epochs=1)
+        observed(Logged, batches(1), modules=["attention"])
+
+
+def small() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 1)).double()
 
 
 class Parts(Spread, dt.TensorParallelMixin, dt.LoggerMixin):
     """Outputs that are DTensors: cut over the ranks, and not yet summed over them."""
 
-    def configure_models(self) -> None:
-        self.model = small()
+    make_model = staticmethod(small)
 
     def apply_tensor_parallel(self, mesh: Any) -> None:
         from torch.distributed.tensor import Partial
@@ -253,22 +230,16 @@ class Parts(Spread, dt.TensorParallelMixin, dt.LoggerMixin):
         rows = RowwiseParallel(output_layouts=Partial(), use_local_output=False)
         parallelize_module(self.model, mesh, {"0": ColwiseParallel(use_local_output=False), "2": rows})
 
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        self.backward(mse_loss(self.model(batch[0]).full_tensor(), batch[1]))
-        self.step(self.model, self.optimizer)
-        return {}
-
-
-def small() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 1)).double()
+    def loss_of(self, batch: Batch) -> Tensor:
+        return mse_loss(self.model(batch[0]).full_tensor(), batch[1])
 
 
 def on_two_ranks() -> tuple[Logs, Logs]:
     """Sharded, and split by tensor parallelism."""
     parts = dt.DeviceParameters(device="cpu", tensor_parallel=2)
     return (
-        observed(LoggedSharded, DataLoader(Samples(12), 1), n_epochs=1),
-        observed(Parts, DataLoader(Samples(4), 4), n_epochs=1, devices=parts),
+        observed(LoggedSharded, DataLoader(Samples(12), 1)),
+        observed(Parts, DataLoader(Samples(4), 4), devices=parts),
     )
 
 

@@ -63,9 +63,8 @@ def test_a_resumed_run_goes_on_with_its_patience() -> None:
     values = [1.0, 2.0, 2.0, 2.0, 2.0, 0.5, 2.0]
 
     def run(n_epochs: int, patience: int) -> Saved:
-        config = make_config(n_epochs=n_epochs, callbacks=[EarlyStopping(patience=patience)])
-        config.checkpoint_parameters = CheckpointParameters()
-        return fit(Saved(config, values))
+        stopping = [EarlyStopping(patience=patience)]
+        return fit(Saved(make_config(n_epochs=n_epochs, callbacks=stopping, checkpoint=CheckpointParameters()), values))
 
     assert run(2, 3).get_callback(EarlyStopping).state_dict() == {"best": 1.0, "validations_without_improvement": 1}
     assert run(7, 3).current_epoch == 4

@@ -77,7 +77,6 @@ def test_a_resumed_run_calls_as_the_straight_one(n: int, unit: Any, steps: list[
     calls: list[int] = []
     for stop in (2, 4, 7, 10):
         every = Every(n, unit, lambda trainer: calls.append(trainer.global_step))
-        config = make_config(max_steps=stop, gradient_accumulation_steps=2, callbacks=[every])
-        config.checkpoint_parameters = CheckpointParameters(save_every_n_epochs=None)
-        fit(Resumed(config, batches(10), batches(1)))
+        options = {"gradient_accumulation_steps": 2, "checkpoint": CheckpointParameters(save_every_n_epochs=None)}
+        fit(Resumed(make_config(max_steps=stop, callbacks=[every], **options), batches(10), batches(1)))
     assert calls == steps

@@ -3,8 +3,8 @@
 That it does so on two ranks is tested in test_on_ranks.py, which starts them.
 """
 
+import contextlib
 import inspect
-import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,19 +20,10 @@ import dream_trainer as dt
 from dream_trainer import callbacks as shipped
 from tests.api import EVENTS, ConfigError, to_dict
 from tests.callbacks.factories import FACTORIES, PRINTED, SECOND
-from tests.trainer.small import assert_same_weights, weights
+from tests.callbacks.recording import Recorder, names
+from tests.trainer.small import assert_same_weights, run_config, weights
 
 INTERFACES = {"Callback", "CallbackCollection", "LoggingCallback", "TimedCallback"}
-
-
-class Listens(shipped.Callback):
-    """Keeps the names of what is logged."""
-
-    def __init__(self) -> None:
-        self.logged: list[str] = []
-
-    def on_log(self, trainer: Any, metrics: dict[str, float], step: int) -> None:
-        self.logged.extend(metrics)
 
 
 class Student(dt.DreamTrainer):
@@ -81,13 +72,10 @@ def make(
     seed: int = 0,
 ) -> Student:
     return kind(
-        dt.DreamTrainerConfig(
+        run_config(
+            "e",
             seed=seed,
-            project="p",
-            group="g",
-            experiment="e",
             callbacks=dt.CallbackCollection(callbacks, defaults=[]),
-            device_parameters=dt.DeviceParameters(device="cpu"),
             training_parameters=dt.TrainingParameters(
                 max_steps=max_steps, train_batch_size=batch_size, global_batch_size=8, val_every_n_steps=4
             ),
@@ -100,17 +88,12 @@ def make(
 def trained(callbacks: Sequence[dt.Callback], directory: Path, **options: Any) -> dict[str, Tensor]:
     """The weights after a run in a directory of its own."""
     directory.mkdir(exist_ok=True)
-    before = Path.cwd()
-    os.chdir(directory)
-    try:
-        with make(callbacks, **options) as trainer:
-            configured = to_dict(trainer.config)
-            trainer.fit()
-            assert to_dict(trainer.config) == configured  # what a callback counts is not a part of it
-            assert "state of ranks" not in trainer._runtime.said_once  # equal on all ranks
-            return weights(trainer.model)
-    finally:
-        os.chdir(before)
+    with contextlib.chdir(directory), make(callbacks, **options) as trainer:
+        configured = to_dict(trainer.config)
+        trainer.fit()
+        assert to_dict(trainer.config) == configured  # what a callback counts is not a part of it
+        assert "state of ranks" not in trainer._runtime.said_once  # equal on all ranks
+        return weights(trainer.model)
 
 
 @pytest.fixture(scope="module")
@@ -139,15 +122,15 @@ def test_stopped_and_resumed_a_run_ends_as_without_it(name: str, untouched: dict
 @pytest.mark.pitfall(50)
 @pytest.mark.parametrize("name", FACTORIES)
 def test_two_of_it_run_beside_each_other(name: str, untouched: dict[str, Tensor], tmp_path: Path) -> None:
-    listener = Listens()
+    recorder = Recorder()
     pair = [FACTORIES[name](), SECOND.get(name, FACTORIES[name])()]
-    assert_same_weights(trained([*pair, listener], tmp_path), untouched)
+    assert_same_weights(trained([*pair, recorder], tmp_path), untouched)
+    prefixes = {metric.split("/")[0] for metric in names(recorder, "")}
     if isinstance(pair[0], shipped.LoggingCallback):  # each under its own name, and as if the other were not there
         first, second = (callback.name for callback in pair if isinstance(callback, shipped.LoggingCallback))
-        starts = {metric.split("/")[0] for metric in listener.logged} - {"train", "val"}
-        assert starts == {first, second}
+        assert prefixes == {"train", "val", first, second}
     else:
-        assert {metric.split("/")[0] for metric in listener.logged} == {"train", "val"}
+        assert prefixes == {"train", "val"}
 
 
 @pytest.mark.pitfall(50)
@@ -156,7 +139,7 @@ def test_two_that_would_log_under_one_name_are_refused_when_put_together() -> No
         one, other = factory(), factory()
         if isinstance(one, shipped.LoggingCallback):
             with pytest.raises(ConfigError, match=f"{name} and {name} would both log under name='{one.name}'"):
-                dt.CallbackCollection([one, Listens(), other])
+                dt.CallbackCollection([one, Recorder(), other])
     with pytest.raises(ConfigError, match=r"LearningRate and Memory would both .* Memory\(name='lr_2'\)"):
         dt.CallbackCollection([shipped.LearningRate(), shipped.Memory(name="lr")])
 
@@ -214,27 +197,22 @@ def all_of_a_run(callback: dt.Callback, directory: Path, *, seed: int) -> dict[s
             history.append((step, metrics | timed))
 
     directory.mkdir()
-    before = Path.cwd()
-    os.chdir(directory)
     PRINTED.truncate(PRINTED.seek(0))
-    try:
-        with make([callback, Keeps()], seed=seed) as trainer:
-            trainer.fit()
-            return {
-                "history": history,
-                "model": in_numbers(weights(trainer.model)),
-                "teacher": in_numbers(weights(trainer.teacher)),
-                "state": callback.state_dict(),
-                "tensors": in_numbers(callback.checkpoint_tensors()),
-                "files": sorted(str(path) for path in Path().rglob("*")),
-                "printed": re.sub(
-                    r"waits for data \S+ \| |[\d.]+( \w)? (?=(steps|samples)/s)|(?<=eta )\S+|(?<=took )\S+",
-                    "",
-                    PRINTED.getvalue(),
-                ),
-            }
-    finally:
-        os.chdir(before)
+    with contextlib.chdir(directory), make([callback, Keeps()], seed=seed) as trainer:
+        trainer.fit()
+        return {
+            "history": history,
+            "model": in_numbers(weights(trainer.model)),
+            "teacher": in_numbers(weights(trainer.teacher)),
+            "state": callback.state_dict(),
+            "tensors": in_numbers(callback.checkpoint_tensors()),
+            "files": sorted(str(path) for path in Path().rglob("*")),
+            "printed": re.sub(
+                r"waits for data \S+ \| |[\d.]+( \w)? (?=(steps|samples)/s)|(?<=eta )\S+|(?<=took )\S+",
+                "",
+                PRINTED.getvalue(),
+            ),
+        }
 
 
 @pytest.mark.parametrize("name", FACTORIES)
@@ -267,10 +245,10 @@ def test_what_it_overrides_is_dispatched_alone(name: str, capsys: pytest.Capture
     capsys.readouterr()
 
 
-def all_together(directory: str) -> tuple[dict[str, Tensor], list[str]]:
+def all_together(directory: str) -> tuple[dict[str, Tensor], Sequence[str]]:
     """On each of two ranks: a sharded run with one of each, stopped and resumed; its weights, and names of what was
     logged."""
-    listener = Listens()
+    recorder = Recorder()
     trained([make_one() for make_one in FACTORIES.values()], Path(directory), batch_size=4, max_steps=6)
-    everything = [*(make_one() for make_one in FACTORIES.values()), listener]
-    return trained(everything, Path(directory), batch_size=4), listener.logged
+    everything = [*(make_one() for make_one in FACTORIES.values()), recorder]
+    return trained(everything, Path(directory), batch_size=4), names(recorder, "")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.api import GIB, Memory, host_memory
-from tests.callbacks.recording import Logged, Recorder, names, record
+from tests.callbacks.recording import Logged, names, record
 from tests.trainer.small import Batch, batches, fit, make_config
 
 
@@ -18,9 +18,7 @@ def test_host_memory_is_what_the_system_says() -> None:
 
 
 def test_it_logs_at_its_interval() -> None:
-    recorder = Recorder()
-    config = make_config(callbacks=[Memory(3), recorder], log_every=1, n_epochs=1)
-    record(Logged(config, batches(7)), recorder)
+    recorder = record(Logged, batches(7), Memory(3))
     assert names(recorder, "memory") == ["memory/peak_resident", "memory/resident"]
     assert list(recorder.values("memory/resident")) == [3, 6]
 

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.nn.functional import mse_loss
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 import dream_trainer as dt
 from tests.api import GradientStats, NonFiniteReport, Throughput, WeightStats
 from tests.callbacks import test_activation_stats as activations
-from tests.callbacks.recording import Clock, LoggedSharded, Recorder, names, record
+from tests.callbacks.recording import Clock, LoggedSharded, names, record
 from tests.callbacks.test_every_callback import all_together, trained
-from tests.callbacks.test_stats import by_hand, logged
+from tests.callbacks.test_stats import by_hand
 from tests.late_norms import norms_are_read_late
 from tests.trainer.small import Batch, Samples, Spread, assert_same_weights, batches, fit, fused_adamw, make_config
 from tests.worlds import run_world
@@ -23,7 +23,7 @@ Logs = dict[int, dict[str, float]]
 
 
 def throughput() -> dict[str, dict[int, float]]:
-    clock, recorder = Clock(), Recorder()
+    clock = Clock()
 
     class Runs(LoggedSharded):
         def batch_tokens(self, batch: Batch) -> int:
@@ -34,17 +34,13 @@ def throughput() -> dict[str, dict[int, float]]:
             return super().training_step(batch, batch_idx)
 
     callback = Throughput(every_n_steps=1, warm_up_steps=1, flops_per_token=100.0, device_flops=1e3, clock=clock)
-    config = make_config(callbacks=[callback, recorder], log_every=1, n_epochs=1)
-    record(Runs(config, DataLoader(Samples(8), 2)), recorder)
+    recorder = record(Runs, DataLoader(Samples(8), 2), callback)
     return {name.removeprefix("throughput/"): recorder.values(name) for name in names(recorder, "throughput")}
 
 
-def stats(cls: type[dt.BaseTrainer], data: Any, **training: Any) -> Logs:
-    recorder = Recorder()
-    callbacks = [GradientStats(1, depth=None), WeightStats(1, depth=None), recorder]
-    config = make_config(callbacks=callbacks, log_every=1, n_epochs=1, gradient_clip_norm=2.0, **training)
-    record(cls(config, data), recorder)
-    return logged(recorder)
+def stats(cls: type[dt.BaseTrainer], data: Any) -> Logs:
+    callbacks = GradientStats(1, depth=None), WeightStats(1, depth=None)
+    return record(cls, data, *callbacks, gradient_clip_norm=2.0).under("gradients/", "weights/")
 
 
 class Replicated(Spread, dt.LoggerMixin):
@@ -54,14 +50,8 @@ class Replicated(Spread, dt.LoggerMixin):
 class Bad(LoggedSharded):
     """Sample 5 makes the loss of whoever has it NaN."""
 
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        x, y, numbers = batch
-        loss = mse_loss(self.model(x), y)
-        if 5 in numbers.tolist():
-            loss = loss * float("nan")
-        self.backward(loss)
-        self.step(self.model, self.optimizer)
-        return {"loss": loss}
+    def loss_of(self, batch: Batch) -> Tensor:
+        return super().loss_of(batch) * (float("nan") if 5 in batch[2].tolist() else 1.0)
 
 
 @norms_are_read_late()

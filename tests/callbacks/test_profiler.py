@@ -8,7 +8,7 @@ import pytest
 
 import dream_trainer as dt
 from tests.api import ConfigError, Profiler
-from tests.trainer.small import Alone, Batch, batches, make_config
+from tests.trainer.small import Alone, Batch, batches, fit, make_config
 
 # PyTorch says so where no step is left to warm up in.
 pytestmark = pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
@@ -28,25 +28,22 @@ def steps_in(events: list[str]) -> int:
     return events.count("autograd::engine::evaluate_function: MseLossBackward0")
 
 
-def fit(*profilers: Profiler, n_batches: int = 8, cls: type[Alone] = Alone) -> Alone:
-    trainer = cls(make_config(callbacks=profilers, n_epochs=1), batches(n_batches))
-    with trainer:
-        trainer.fit()
-    return trainer
+def run(*profilers: Profiler) -> Alone:
+    return fit(Alone(make_config(callbacks=profilers, n_epochs=1), batches(8)))
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"warm_up_steps": 0}, {"profile_memory": True, "record_shapes": True}], ids=str
 )
 def test_the_chosen_steps_are_in_the_trace(options: dict[str, Any]) -> None:
-    ((name, events),) = traces(fit(Profiler(3, 4, **options))).items()
+    ((name, events),) = traces(run(Profiler(3, 4, **options))).items()
     assert name == "step_00000003_rank_0.json.gz"
     assert steps_in(events) == 4
     assert ("[memory]" in events) == bool(options.get("profile_memory"))
 
 
 def test_several_profilers_record_one_after_the_other() -> None:
-    found = traces(fit(Profiler(2, 1), Profiler(5, 2)))
+    found = traces(run(Profiler(2, 1), Profiler(5, 2)))
     assert {name: steps_in(events) for name, events in found.items()} == {
         "step_00000002_rank_0.json.gz": 1,
         "step_00000005_rank_0.json.gz": 2,
@@ -55,7 +52,7 @@ def test_several_profilers_record_one_after_the_other() -> None:
 
 def test_two_at_once_are_refused() -> None:
     with pytest.raises(ConfigError, match="two Profilers record steps 2 and 4 at once"):
-        fit(Profiler(2, 3), Profiler(4, 1))
+        run(Profiler(2, 3), Profiler(4, 1))
 
 
 def test_a_run_that_fails_writes_what_it_has_and_ends_the_profile() -> None:
@@ -70,7 +67,7 @@ def test_a_run_that_fails_writes_what_it_has_and_ends_the_profile() -> None:
         trainer.fit()
     ((_, events),) = traces(trainer).items()
     assert steps_in(events) == 2
-    fit(Profiler(1, 1))  # which a profile left running would not let start
+    run(Profiler(1, 1))  # which a profile left running would not let start
 
 
 class Saves(Alone, dt.CheckpointMixin):
@@ -78,11 +75,8 @@ class Saves(Alone, dt.CheckpointMixin):
 
 
 def run_until(step: int, profiler: Profiler) -> Saves:
-    config = make_config(callbacks=[profiler], max_steps=step)
-    config.checkpoint_parameters = dt.CheckpointParameters(async_save=False)
-    with Saves(config, batches(8)) as trainer:
-        trainer.fit()
-    return trainer
+    saves = dt.CheckpointParameters(async_save=False)
+    return fit(Saves(make_config(callbacks=[profiler], max_steps=step, checkpoint=saves), batches(8)))
 
 
 @pytest.mark.parametrize("done", [3, 4], ids=["in the warm-up", "right before the first step"])

@@ -127,10 +127,9 @@ def test_a_notebook_gets_one_output(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "epoch 0 | step" not in printed
 
 
-@pytest.mark.parametrize("columns", [60, 200])
-def test_no_number_is_cut_off_in_a_narrow_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_number_is_cut_off_in_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("COLUMNS", "60")
     file = Terminal()
     fit(Progress(("train/loss", "val/loss"), file=file, refresh_seconds=0.0), n_epochs=2)
     assert "…" not in file.getvalue()
@@ -192,20 +191,13 @@ class Saving(Regression, dt.CheckpointMixin, dt.EvalMixin):
     """With checkpoints."""
 
 
-def make_saving(*callbacks: dt.Callback, **training: Any) -> Saving:
-    config = make_config(callbacks=callbacks, log_every=1, **training)
-    config.checkpoint_parameters = dt.CheckpointParameters(
-        save_every_n_steps=6, save_every_n_epochs=None, async_save=False
-    )
-    return Saving(config)
-
-
 def test_saves_resumes_and_evaluations_are_told_in_lines_of_their_own() -> None:
     first, second = io.StringIO(), io.StringIO()
-    with make_saving(Progress(file=first), n_epochs=1) as trainer:
+    saves = dt.CheckpointParameters(save_every_n_steps=6, save_every_n_epochs=None, async_save=False)
+    with make(Progress(file=first), cls=Saving, checkpoint=saves, n_epochs=1) as trainer:
         trainer.fit()
         trainer.evaluate({"test": trainer.val_dataloaders[""]})
-    with make_saving(Progress(file=second), n_epochs=2, num_sanity_val_steps=1) as trainer:
+    with make(Progress(file=second), cls=Saving, checkpoint=saves, n_epochs=2, num_sanity_val_steps=1) as trainer:
         trainer.fit()
     told = [line for line in first.getvalue().splitlines() if not line.startswith("epoch")]
     assert told[0] == "checkpoint | runs/tests/trainer/run/checkpoints/step_00000006"

@@ -7,13 +7,12 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.nn.functional import mse_loss
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import dream_trainer as dt
 from tests import api
-from tests.callbacks.recording import Logged, Recorder, names, record
-from tests.trainer.arithmetic import fill
-from tests.trainer.small import Batch, batches, fit, make_config, network, sgd
+from tests.callbacks.recording import Logged, names, record
+from tests.operations import Operations
+from tests.trainer.small import Batch, batches, filled_network, fit, make_config, sgd
 
 
 def stats(prefix: str, tensors: dict[str, list[Tensor]]) -> dict[str, float]:
@@ -29,8 +28,7 @@ def stats(prefix: str, tensors: dict[str, list[Tensor]]) -> dict[str, float]:
 
 def by_hand(data: list[Batch], depth: int | None, *, clip: float = 2.0) -> dict[int, dict[str, float]]:
     """Gradients and weights of every step of a plain loop over `network()`."""
-    model = network()
-    fill(model)
+    model = filled_network()
     optimizer = sgd(model)
     found = {}
     for step, (x, y, _) in enumerate(data, start=1):
@@ -49,20 +47,11 @@ def by_hand(data: list[Batch], depth: int | None, *, clip: float = 2.0) -> dict[
     return found
 
 
-def logged(recorder: Recorder) -> dict[int, dict[str, float]]:
-    """What the two callbacks logged, by step."""
-    kept = {*names(recorder, "gradients/"), *names(recorder, "weights/")}
-    found = {step: {n: v for n, v in metrics.items() if n in kept} for step, metrics in recorder.steps.items()}
-    return {step: metrics for step, metrics in found.items() if metrics}
-
-
 @pytest.mark.parametrize("depth", [0, 1, 2, None])
 def test_values_are_those_taken_by_hand(depth: int | None) -> None:
-    recorder, data = Recorder(), batches(6)
-    callbacks = [api.GradientStats(3, depth=depth), api.WeightStats(2, depth=depth), recorder]
-    record(Logged(make_config(callbacks=callbacks, log_every=1, n_epochs=1, gradient_clip_norm=2.0), data), recorder)
-    truth = by_hand(data, depth)
-    found = logged(recorder)
+    callbacks = api.GradientStats(3, depth=depth), api.WeightStats(2, depth=depth)
+    found = record(Logged, batches(6), *callbacks, gradient_clip_norm=2.0).under("gradients/", "weights/")
+    truth = by_hand(batches(6), depth)
     assert set(found) == {2, 3, 4, 6}
     for step, metrics in found.items():
         prefixes = [prefix for prefix, every in (("gradients", 3), ("weights", 2)) if step % every == 0]
@@ -78,14 +67,10 @@ def test_parts_without_a_gradient_are_left_out_and_zeros_are_counted() -> None:
                 self.model["used"].weight.copy_(torch.tensor([[1.0, 0.0, -2.0]]))
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
 
-        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-            self.backward((self.model["used"].weight * torch.tensor([3.0, 0.0, -4.0])).sum())
-            self.step(self.model, self.optimizer)
-            return {}
+        def loss_of(self, batch: Batch) -> Tensor:
+            return (self.model["used"].weight * torch.tensor([3.0, 0.0, -4.0])).sum()
 
-    recorder = Recorder()
-    callbacks = [api.GradientStats(1, depth=1), api.WeightStats(1, depth=None), recorder]
-    record(HalfUsed(make_config(callbacks=callbacks, log_every=1, n_epochs=1), batches(1)), recorder)
+    recorder = record(HalfUsed, batches(1), api.GradientStats(1, depth=1), api.WeightStats(1, depth=None))
     metrics = recorder.steps[1]
     assert names(recorder, "gradients/") == [f"gradients/model.used/{kind}" for kind in ("max", "norm", "zeros")]
     assert [metrics[f"gradients/model.used/{kind}"] for kind in ("norm", "max", "zeros")] == [5.0, 4.0, 1 / 3]
@@ -111,31 +96,19 @@ def test_histograms_are_of_each_parameter_and_of_its_gradient() -> None:
         assert float(values.norm()) == pytest.approx(truth[f"{name}/norm"], rel=1e-12)
 
 
-class Counts(TorchDispatchMode):
-    """How many operations run inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operations += 1
-        return function(*args, **(kwargs or {}))
-
-
 def test_steps_that_are_not_due_run_no_operation_for_them() -> None:
     class FromTheFirstStep(Logged):
         def pre_epoch(self) -> None:
-            counts.operations = 0
+            operations.names.clear()
 
-    counts = Counts()
+    operations = Operations()
 
-    def operations(callbacks: list[dt.Callback]) -> int:
+    def n_operations(callbacks: list[dt.Callback]) -> int:
         trainer = FromTheFirstStep(make_config(callbacks=callbacks, n_epochs=1, log_every=100), batches(5))
-        with trainer, counts:
+        with trainer, operations:
             trainer.fit()
-        return counts.operations
+        return len(operations.names)
 
     stats = [api.GradientStats(), api.WeightStats(), api.ActivationStats()]
     idle = [*stats, api.Memory(), api.Profiler(), api.GarbageCollection(), api.LearningRate()]
-    assert operations(idle) == operations([])
+    assert n_operations(idle) == n_operations([])

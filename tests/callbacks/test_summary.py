@@ -11,7 +11,7 @@ import torch.nn as nn
 
 import dream_trainer as dt
 from tests.api import ModelSummary, TrainerSummary, forward_flops
-from tests.trainer.small import fit, make_config
+from tests.trainer.small import Sharded, fit, make_config
 from tests.worlds import run_world
 
 
@@ -28,9 +28,8 @@ class Tied(nn.Module):
         return self.head(self.body(self.embedding(tokens)))
 
 
-class Trainer(dt.BaseTrainer, dt.SetupMixin, dt.FSDPMixin):
-    def configure_models(self) -> None:
-        self.model = Tied()
+class Trainer(Sharded):
+    make_model = staticmethod(Tied)
 
     def configure_optimizers(self) -> None:
         self.optimizer = torch.optim.SGD((p for p in self.model.parameters() if p.requires_grad), lr=0.1)
@@ -38,11 +37,8 @@ class Trainer(dt.BaseTrainer, dt.SetupMixin, dt.FSDPMixin):
     def configure_dataloaders(self) -> tuple[Any, Any]:
         return torch.utils.data.DataLoader(torch.arange(80).reshape(40, 2) % 10, batch_size=2), None
 
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        loss = self.model(batch).square().mean()
-        self.backward(loss)
-        self.step(self.model, self.optimizer)
-        return {}
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        return self.model(batch).square().mean()
 
 
 def trained(*callbacks: dt.Callback, cls: type[Trainer] = Trainer, **training: Any) -> Trainer:
@@ -97,8 +93,7 @@ def test_flops_of_a_forward_are_those_of_its_products_and_nothing_is_computed() 
     assert ", 3.12 K FLOPs per forward" in file.getvalue()
 
     class Shorter(Trainer):
-        def configure_models(self) -> None:
-            self.model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 8))
+        make_model = staticmethod(lambda: nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 8)))
 
     trained(summary, cls=Shorter, max_steps=1)
     assert ", 960 FLOPs per forward" in file.getvalue()

@@ -12,7 +12,7 @@ import torch
 import dream_trainer as dt
 from tests.api import Every, Throughput, dtype_at_work, peak_flops
 from tests.callbacks.recording import Clock, Logged, Recorder, names, record
-from tests.trainer.small import Batch, Validates, batches, make_config
+from tests.trainer.small import Batch, Validates, batches, fit, make_config
 
 RATE = "throughput/samples_per_second"
 
@@ -43,7 +43,8 @@ def measured(seconds: list[float], *, log_every: int = 2, size: int = 4, **optio
     trainer = Timed(config, batches(len(seconds), size), batches(2))
     trainer.clock, trainer.seconds = clock, iter(seconds)
     with patch("dream_trainer.trainer.validation.time", SimpleNamespace(monotonic=clock)):
-        return record(trainer, recorder)
+        fit(trainer)
+    return recorder
 
 
 def test_rates_leave_out_the_first_steps_and_validations() -> None:
@@ -94,9 +95,7 @@ def test_waiting_for_data_shows_and_is_not_training() -> None:
             time.sleep(0.05)
             return super().training_step(batch, batch_idx)
 
-    recorder = Recorder()
-    config = make_config(callbacks=[Throughput(every_n_steps=1, warm_up_steps=1), recorder], log_every=5, n_epochs=1)
-    record(Works(config, Slow()), recorder)
+    recorder = record(Works, Slow(), Throughput(every_n_steps=1, warm_up_steps=1), log_every=5)
     # 4 steps, and 3 or 4 batches: the loader's end is looked for ahead. Sleeping takes 50 ms or somewhat more.
     assert 0.3 < recorder.values("throughput/data_wait")[5] < 0.7
     assert recorder.values(RATE)[5] < 8 / 0.35
@@ -120,14 +119,14 @@ def test_time_that_checkpoints_take_is_left_out(by: str, monkeypatch: pytest.Mon
 
     saves = [Every(2, "steps", lambda trainer: trainer.save_checkpoint())] if by == "a callback" else []
     callbacks = [Throughput(clock=clock, every_n_steps=2, warm_up_steps=1), recorder, SlowToSave(), *saves]
-    config = make_config(callbacks=callbacks, log_every=1, max_steps=5, val_every_n_steps=2)
     every = 2 if by == "the config" else None
-    config.checkpoint_parameters = dt.CheckpointParameters(
+    checkpoint = dt.CheckpointParameters(
         save_every_n_steps=every, save_every_n_epochs=None, save_at_end=False, async_save=False
     )
+    config = make_config(callbacks=callbacks, log_every=1, checkpoint=checkpoint, max_steps=5, val_every_n_steps=2)
     trainer = Saves(config, batches(6), batches(1))
     trainer.clock, trainer.seconds = clock, iter([9.0, 1.0, 3.0, 2.0, 2.5])
-    record(trainer, recorder)
+    fit(trainer)
     assert clock.now > 100.0 + 2 * 1e6  # a save in each interval
     assert recorder.values(RATE) == pytest.approx({3: 4 / 4.0, 5: 4 / 4.5}, rel=1e-9)
 

@@ -13,23 +13,21 @@ from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
 from tests.api import SWA, CheckpointError, DistributedDataLoader, Every, WeightTransfer, export_checkpoint
-from tests.callbacks import test_swa as swa_alone, test_weight_transfer as transfer_alone
-from tests.callbacks.test_swa import Saved, averaged, saved_config
+from tests.callbacks.averages import SAVED_WINDOWS, Saved, averaged, by_hand_averaged, in_windows, saved_config
+from tests.callbacks.test_swa import mean_by_hand
 from tests.trainer import small
-from tests.trainer.arithmetic import fill
 from tests.worlds import run_world
 
-DATA = small.batches(4, 4) * 2
 
-
-class Pairs:
-    """Mix in: a target beside the model."""
+class Pair(small.Spread, dt.EvalMixin):
+    """A target beside the model."""
 
     def configure_models(self) -> None:
-        self.model, self.target = small.network(), small.network().requires_grad_(False)
+        super().configure_models()
+        self.target = small.network().requires_grad_(False)
 
     def init_weights(self) -> None:
-        fill(self.model)
+        super().init_weights()
         for parameter in self.target.parameters():
             nn.init.constant_(parameter, 7.0)
 
@@ -37,14 +35,6 @@ class Pairs:
         with torch.no_grad():
             loss = mse_loss(self.target(batch[0]), batch[1])  # leaves the root of the target gathered
         return {"loss": loss}
-
-
-class ShardedPair(Pairs, small.Sharded, dt.EvalMixin):
-    pass
-
-
-class ReplicatedPair(Pairs, small.Spread, dt.EvalMixin):
-    pass
 
 
 def followed(trainer_class: Any) -> dict[str, Tensor]:
@@ -77,7 +67,7 @@ def epochs_until_stopped() -> int:
     stopping = dt.EarlyStopping(patience=1, min_delta=1e6)
     config = small.make_config(n_epochs=9, global_batch_size=4, callbacks=[stopping])
     loaders = DistributedDataLoader(small.Samples(8), 2), DistributedDataLoader(small.Samples(4), 2)
-    with ShardedPair(config, *loaders) as trainer:
+    with small.sharded(Pair)(config, *loaders) as trainer:
         trainer.fit()
         return trainer.current_epoch
 
@@ -87,13 +77,9 @@ def on_two_ranks(directory: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with Saved(saved_config(6, SWA(3, every=2, unit="steps"))) as trainer:
         trainer.fit()
-        swa = trainer.get_callback(SWA)
-        found["averaged"] = averaged(swa)
-        found["alike"] = all(
-            swa.averaged("model")[n].placements == p.placements for n, p in trainer.model.named_parameters()
-        )
+        found["averaged"] = averaged(trainer.get_callback(SWA))
         trainer.export("live", weights="swa")
-    found["sharded"], found["replicated"] = followed(ShardedPair), followed(ReplicatedPair)
+    found["sharded"], found["replicated"] = followed(small.sharded(Pair)), followed(Pair)
     found["clock"], found["epochs"] = steps_of_clock(), epochs_until_stopped()
     return found
 
@@ -112,22 +98,22 @@ def test_swa_averages_shards_and_goes_on_at_another_world_size(
     directory, ranks = two
     monkeypatch.chdir(directory)
     for rank in ranks:
-        assert rank["alike"]
-        small.assert_same_weights(rank["averaged"], swa_alone.by_hand(DATA[:6], (3, 5)))
-    small.assert_same_weights(load_file("live/model.safetensors"), swa_alone.by_hand(DATA[:6], (3, 5)))
+        small.assert_same_weights(rank["averaged"], mean_by_hand(SAVED_WINDOWS[:6], (3, 5)))
+    small.assert_same_weights(load_file("live/model.safetensors"), mean_by_hand(SAVED_WINDOWS[:6], (3, 5)))
     swa = SWA(3, every=2, unit="steps")
     trainer = small.fit(Saved(saved_config(8, swa)))
-    small.assert_same_weights(averaged(swa), swa_alone.by_hand(DATA, (3, 5, 7)))
+    small.assert_same_weights(averaged(swa), mean_by_hand(SAVED_WINDOWS, (3, 5, 7)))
     export_checkpoint(trainer.checkpoints()[-1].path, directory / "stored", weights="swa")
-    small.assert_same_weights(load_file("stored/model.safetensors"), swa_alone.by_hand(DATA, (3, 5, 7)))
+    small.assert_same_weights(load_file("stored/model.safetensors"), mean_by_hand(SAVED_WINDOWS, (3, 5, 7)))
     with pytest.raises(CheckpointError, match="saved without an EMA callback"):
         export_checkpoint(trainer.checkpoints()[-1].path, directory / "other", weights="ema")
 
 
 @pytest.mark.parametrize("kind", ["sharded", "replicated"])
 def test_a_target_follows_shard_by_shard(two: tuple[Path, list[dict[str, Any]]], kind: str) -> None:
+    windows = in_windows(small.batches(4, 4) * 2)[:6]
     for rank in two[1]:
-        small.assert_same_weights(rank[kind], transfer_alone.by_hand((DATA * 2)[:6], decay=0.5, every=2))
+        small.assert_same_weights(rank[kind], by_hand_averaged(windows, decay=0.5, warm_up=False, every=2))
 
 
 def test_a_callback_by_the_clock_goes_by_the_main_rank_s(two: tuple[Path, list[dict[str, Any]]]) -> None:

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, normalize
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader, RanksDifferError, World
-from tests.trainer.arithmetic import full
+from tests.trainer.small import run_config, weights
 from tests.worlds import run_world
 
 EVEN, UNEVEN = (3, 3), (2, 5)
@@ -133,16 +133,10 @@ class Contrasts(dt.BaseTrainer, dt.SetupMixin, dt.FSDPMixin, dt.TensorParallelMi
 
 
 def trained(mesh: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
-    config = dt.DreamTrainerConfig(
-        project="tests",
-        group="gather",
-        experiment="run",
-        device_parameters=dt.DeviceParameters(device="cpu", **mesh),
-        training_parameters=dt.TrainingParameters(n_epochs=2),
-    )
-    with Contrasts(config) as trainer:
+    devices, training = dt.DeviceParameters(device="cpu", **mesh), dt.TrainingParameters(n_epochs=2)
+    with Contrasts(run_config(device_parameters=devices, training_parameters=training)) as trainer:
         trainer.fit()
-        return trainer.losses, {name: full(p).detach().clone() for name, p in trainer.model.named_parameters()}
+        return trainer.losses, weights(trainer.model)
 
 
 @pytest.mark.parametrize(
@@ -154,12 +148,11 @@ def trained(mesh: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
     ],
 )
 def test_a_contrastive_run_has_one_processs_losses_and_weights(mesh: dict[str, Any], ranks: int, tmp_path: Any) -> None:
-    losses, weights = trained({})
+    losses, expected_weights = trained({})
     assert len(losses) == 6
     together = run_world(trained, ranks, mesh)
     data_ranks = together[:: ranks // 2]
     sums = torch.tensor([losses_of for losses_of, _ in data_ranks], dtype=torch.float64).sum(0)
     torch.testing.assert_close(sums, torch.tensor(losses, dtype=torch.float64), rtol=1e-12, atol=1e-12)
     for _, found in together:
-        for name, weight in weights.items():
-            torch.testing.assert_close(found[name], weight, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(found, expected_weights, rtol=1e-9, atol=1e-12)

@@ -23,7 +23,7 @@ MEDIA = {
 
 
 def stamp(step: int) -> Stamp:
-    return Stamp(step, step // 5, step * 32, 1.5e9)
+    return Stamp(step, step // 5, step * 32, 1.5e9 + step)
 
 
 def csv_rows(path: Path) -> list[dict[str, str]]:

@@ -1,6 +1,7 @@
 """ConsoleLogger and how numbers are spelled."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,35 +22,16 @@ def test_the_console_gets_one_plain_line(capsys: pytest.CaptureFixture[str], tmp
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
+    ("spelled", "texts"),
     [
-        (3.0, "3"),
-        (48000.0, "48,000"),
-        (1.23456, "1.235"),
-        (0.012345, "0.01235"),
-        (3e-7, "3e-07"),
-        (math.nan, "nan"),
-        (-math.inf, "-inf"),
+        (format_number, {3.0: "3", 48000.0: "48,000", 1.23456: "1.235", 0.012345: "0.01235", 3e-7: "3e-07"}),
+        (format_number, {math.nan: "nan", -math.inf: "-inf"}),
+        (format_duration, {0: "0:00", 42.4: "0:42", 725: "12:05", 10800: "3:00:00", 187200: "2d 4:00:00"}),
+        (format_count, {0: "0", 950: "950", 12345: "12.3 K", 124e6: "124 M", 7.24e9: "7.24 B", 2e12: "2 T"}),
+        (format_bytes, {512: "512 B", 1536: "1.50 KiB", 2**40: "1.00 TiB"}),
     ],
 )
-def test_numbers_have_four_significant_digits(value: float, text: str) -> None:
-    assert format_number(value) == text
-
-
-def test_durations_counts_and_bytes_are_readable() -> None:
-    assert [format_duration(s) for s in (0, 42.4, 725, 10800, 187200)] == [
-        "0:00",
-        "0:42",
-        "12:05",
-        "3:00:00",
-        "2d 4:00:00",
-    ]
-    assert [format_count(c) for c in (0, 950, 12345, 124e6, 7.24e9, 2e12)] == [
-        "0",
-        "950",
-        "12.3 K",
-        "124 M",
-        "7.24 B",
-        "2 T",
-    ]
-    assert [format_bytes(b) for b in (512, 1536, 2**40)] == ["512 B", "1.50 KiB", "1.00 TiB"]
+def test_numbers_durations_counts_and_bytes_are_readable(
+    spelled: Callable[[float], str], texts: dict[float, str]
+) -> None:
+    assert [spelled(value) for value in texts] == list(texts.values())

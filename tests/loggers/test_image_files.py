@@ -6,11 +6,8 @@ import pytest
 import torch
 from PIL import Image as Pillow
 
-from tests.api import Image, ImageFilesLogger, Images, Stamp, Text, Video
-
-
-def stamp(step: int) -> Stamp:
-    return Stamp(step, 0, step, 0.0)
+from tests.api import Image, ImageFilesLogger, Images, Text, Video
+from tests.loggers.readers import stamp
 
 
 def grey(value: int) -> Image:

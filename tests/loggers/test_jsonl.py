@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.api import CSVLogger, JSONLLogger, Logger, Stamp, read_jsonl
-from tests.loggers.readers import csv_rows
+from tests.loggers.readers import csv_rows, stamp
 
 KINDS: dict[str, tuple[type[Logger], Callable[[Path], list[dict[str, Any]]]]] = {
     "jsonl": (JSONLLogger, read_jsonl),
@@ -21,7 +21,7 @@ def write(run_dir: Path, steps: range, resumed_step: int | None = None, *, kind:
     logger = KINDS[kind][0]()
     logger.open(run_dir, {"seed": 1}, resumed_step)
     for step in steps:
-        logger.log({"train/loss": 1 / step}, Stamp(step, step // 5, step * 32, 1.5e9 + step))
+        logger.log({"train/loss": 1 / step}, stamp(step))
     logger.close()
 
 

@@ -68,22 +68,18 @@ def test_a_run_that_was_killed_twice_and_resumed_is_one_curve(tmp_path: Path) ->
     assert [step for step, values in stored_lines if "end" in values] == [12]
 
 
-@pytest.fixture
-def mlflow_logger() -> api.MLflowLogger:
-    return api.MLflowLogger(api.MLflowParameters(tags={"kind": "small"}, name="shown"))
-
-
-def test_an_mlflow_run_has_names_config_and_all_kinds_of_media(tmp_path: Path, mlflow_logger: api.MLflowLogger) -> None:
+def test_an_mlflow_run_has_names_config_and_all_kinds_of_media(tmp_path: Path) -> None:
     store = tmp_path / "mlflow.db"
-    mlflow_logger.open(tmp_path, CONFIG, None)
+    logger = api.MLflowLogger(api.MLflowParameters(tags={"kind": "small"}, name="shown"))
+    logger.open(tmp_path, CONFIG, None)
     for _ in range(2):  # the second time as after a kill and a resume, when they come once more
-        mlflow_logger.log({"loss": 0.5, "top 5 (%)": math.nan}, stamp(4))
-        assert all(mlflow_logger.log_media(name, item, stamp(4)) for name, item in MEDIA.items())
-        mlflow_logger.open(tmp_path, CONFIG, 3)
-    mlflow_logger.close()
+        logger.log({"loss": 0.5, "top 5 (%)": math.nan}, stamp(4))
+        assert all(logger.log_media(name, item, stamp(4)) for name, item in MEDIA.items())
+        logger.open(tmp_path, CONFIG, 3)
+    logger.close()
     assert query(store, "select name from experiments where name != 'Default'") == [("p",)]
     ((run, name),) = query(store, "select run_uuid, name from runs")
-    assert (run, name) == (mlflow_logger.run_id, "shown")
+    assert (run, name) == (logger.run_id, "shown")
     assert dict(query(store, "select key, value from params")).items() >= {"seed": "7", "optimizer.lr": "0.5"}.items()
     assert dict(query(store, "select key, value from tags")).items() >= {"group": "g", "kind": "small"}.items()
     metrics = query(store, "select key, step, value, is_nan from metrics order by key")
@@ -103,13 +99,13 @@ def test_an_mlflow_run_has_names_config_and_all_kinds_of_media(tmp_path: Path, m
     assert json.loads(found["config.json"].read_text()) == CONFIG
     assert json.loads(found["media/rows/step_00000004.json"].read_text())["data"] == [[1, "a"], [2, "b"]]
 
-    mlflow_logger.load_state_dict({"id": "0" * 32})  # of a run that this store does not have: it is a new one here
-    mlflow_logger.open(tmp_path, CONFIG, 3)
-    mlflow_logger.log({"loss": 0.25}, stamp(4))
-    assert mlflow_logger.run_id not in (run, "0" * 32)
-    ours = f"run_uuid = '{mlflow_logger.run_id}' and key = 'loss'"
+    logger.load_state_dict({"id": "0" * 32})  # of a run that this store does not have: it is a new one here
+    logger.open(tmp_path, CONFIG, 3)
+    logger.log({"loss": 0.25}, stamp(4))
+    assert logger.run_id not in (run, "0" * 32)
+    ours = f"run_uuid = '{logger.run_id}' and key = 'loss'"
     assert query(store, f"select step, value from metrics where {ours}") == [(4, 0.25)]
-    mlflow_logger.close()
+    logger.close()
 
 
 TRACKIO = """

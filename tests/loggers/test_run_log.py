@@ -12,10 +12,10 @@ BATCH = 4  # samples of a micro-batch
 
 
 class Notes(api.Logger):
-    """Everything in the order in which it came: (step, metrics) or (step, name)."""
+    """Every line in the order in which it came: (step, metrics)."""
 
     def __init__(self) -> None:
-        self.got: list[tuple[int, Any]] = []
+        self.got: list[tuple[int, dict[str, float]]] = []
         self.opened: list[tuple[dict[str, Any], int | None]] = []
 
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
@@ -24,10 +24,6 @@ class Notes(api.Logger):
     def log(self, metrics: dict[str, float], stamp: api.Stamp) -> None:
         self.got.append((stamp.step, metrics))
 
-    def log_media(self, name: str, media: api.Media, stamp: api.Stamp) -> bool:
-        self.got.append((stamp.step, name))
-        return True
-
 
 class Counter:
     """A run that counts windows, and its log."""
@@ -35,7 +31,7 @@ class Counter:
     def __init__(
         self, run_dir: Path, *, every: int = 2, run: str = "run", loggers: tuple[api.Logger, ...] = ()
     ) -> None:
-        self.step, self.size, self.in_window = 0, BATCH, True
+        self.step = 0
         self.records = api.Records()
         parameters = api.LoggerParameters(log_every_n_steps=every)
         self.notes = Notes()
@@ -45,7 +41,7 @@ class Counter:
             run_dir,
             ("tests", "loggers", run),
             records=self.records,
-            training=api.TrainingRecord(lambda: (None, self.size), lambda: None if self.in_window else self.stamp()),
+            training=api.TrainingRecord(lambda: (None, BATCH), lambda: None),
             config=lambda: {"seed": 3},
             stamp=self.stamp,
             notify=lambda metrics, step: self.told.append((step, metrics)),
@@ -58,22 +54,10 @@ class Counter:
     def stamp(self) -> api.Stamp:
         return api.Stamp(self.step, 0, BATCH * self.step, 0.0)
 
-    def add(self, name: str, value: float) -> None:
-        self.records.current.add(name, value, None, "mean")
-
-    def show(self, name: str) -> None:
-        self.records.media.text(name, "x")
-
-    def batch(self, loss: float, *, weight: float | None = None, draw: float | None = None) -> None:
-        """One micro-batch: `draw` is logged in it, and `loss` is its result."""
-        if draw is not None:
-            self.records.current.add("draw", torch.tensor(draw), None, "mean")
-        self.log.batch_finished({"loss": torch.tensor(loss)}, weight, BATCH)
-
     def window(self, *losses: float, **ends: bool) -> None:
         self.log.window_started()
         for loss in losses:
-            self.batch(loss)
+            self.log.batch_finished({"loss": torch.tensor(loss)}, None, BATCH)
         self.step += 1
         self.log.window_finished(self.step, **ends)
 
@@ -90,14 +74,6 @@ def run(tmp_path: Path) -> Counter:
     return Counter(tmp_path)
 
 
-def test_a_line_is_written_a_window_after_it_was_due_so_that_nobody_waits(run: Counter) -> None:
-    run.window(1.0)
-    run.window(3.0)
-    assert run.told == []
-    run.window(7.0)
-    assert run.told == [(2, {"train/loss": 2.0})]
-
-
 def test_loggers_are_opened_when_training_begins(run: Counter) -> None:
     run.log.validation_started(is_training=False)
     assert run.notes.opened == []
@@ -106,21 +82,10 @@ def test_loggers_are_opened_when_training_begins(run: Counter) -> None:
     assert run.notes.opened == [({"seed": 3}, None)]
 
 
-def test_a_rank_without_loggers_has_the_history_and_tells_of_it(tmp_path: Path) -> None:
-    run = Counter(tmp_path, every=1)
-    second = api.Ranks(1, 2, None)
-    second.world_size = 1  # it is not main, and nobody answers here
-    run.log.connect(second, api.LoggerGroup([], lambda key, message: None))
-    run.window(1.0, is_last=True)
-    assert run.told == [(1, {"train/loss": 1.0})]
-    assert len(run.log.history) == 1
-    assert run.notes.got == []
-
-
 def test_a_save_of_a_listener_finds_what_was_logged_before_it_written(run: Counter) -> None:
     run.window(1.0)
     with run.log.line_of_its_own(counts=True):
-        run.add("val/rank", 7.0)
+        run.records.current.add("val/rank", 7.0, None, "mean")
         state = run.state()
         assert run.told == [(1, {"val/rank": 7.0})]
     assert run.told == [(1, {"val/rank": 7.0})]
@@ -179,13 +144,3 @@ def test_the_last_windows_numbers_are_written_before_they_would_be_saved(run: Co
     state = run.state(is_last=True)
     assert run.told == [(1, {"train/loss": 1.0})]
     assert state["pending"] is None
-
-
-def test_a_run_that_broke_off_writes_nothing_while_it_is_saved(run: Counter) -> None:
-    run.window(1.0)
-    run.window(3.0)
-    run.window(5.0)
-    told = list(run.told)
-    state = run.state(is_last=True, has_failed=True)
-    assert run.told == told
-    assert state["pending"] is not None

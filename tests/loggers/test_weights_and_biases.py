@@ -70,19 +70,6 @@ def test_an_offline_run_has_its_names_its_config_and_every_step_once(tmp_path: P
 
 
 @pytest.mark.pitfall(44)
-def test_an_offline_run_that_was_killed_and_resumed_is_whole_in_its_newest_file_under_one_id(tmp_path: Path) -> None:
-    state = train(WandbLogger(OFFLINE), tmp_path, range(1, 10))
-    for resumed_step, last in ((6, 10), (9, 12)):
-        wandb.teardown()  # as a kill does, before anything was closed
-        logger = WandbLogger(OFFLINE)
-        logger.load_state_dict(state)
-        assert train(logger, tmp_path, range(resumed_step + 1, last + 1), resumed_step) == state
-    finish(logger)
-    assert curve(wandb_history(newest_wandb_file(tmp_path))) == STRAIGHT
-    assert all(path.name == f"run-{state['id']}.wandb" for path in wandb_files(tmp_path))
-
-
-@pytest.mark.pitfall(44)
 def test_an_online_run_killed_and_resumed_has_every_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with wandb_server() as (address, histories):
         monkeypatch.setenv("WANDB_BASE_URL", address)

@@ -5,13 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.api import InitError, materialize
+from tests.trainer.arithmetic import full
 from tests.worlds import run_world
 
 from .building import deferred, planned, tensors
@@ -33,10 +33,6 @@ SHARDABLE = [
 LAYOUTS = {3: [(3,)], 4: [(4,), (4, 1), (2, 2)]}
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-
-
 def _built(family: str, shape: tuple[int, ...]) -> nn.Module:
     model, plan = planned(FAMILIES[family])
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
@@ -48,16 +44,17 @@ def _built(family: str, shape: tuple[int, ...]) -> nn.Module:
     return model
 
 
+def _differing(family: str, model: nn.Module) -> list[str]:
+    """Names of tensors that are not those of one process."""
+    expected, found = tensors(deferred(FAMILIES[family])), tensors(model)
+    assert list(found) == list(expected)
+    return [name for name, value in expected.items() if not torch.equal(full(found[name]), value)]
+
+
 def _compare() -> list[str]:
     dist.init_process_group("gloo")
-    wrong = []
-    for shape in LAYOUTS[dist.get_world_size()]:
-        for family in SHARDABLE:
-            expected = tensors(deferred(FAMILIES[family]))
-            found = tensors(_built(family, shape))
-            if list(found) != list(expected):
-                wrong.append(f"{family} {shape}: names")
-            wrong += [f"{family} {shape} {n}" for n in expected if not torch.equal(_whole(found[n]), expected[n])]
+    layouts = [(family, shape) for shape in LAYOUTS[dist.get_world_size()] for family in SHARDABLE]
+    wrong = [f"{family} {shape} {n}" for family, shape in layouts for n in _differing(family, _built(family, shape))]
     dist.destroy_process_group()
     return wrong
 
@@ -70,7 +67,6 @@ def test_every_mesh_gets_the_bits_of_one_process(world_size: int) -> None:
 
 def _tensor_parallel() -> list[str]:
     dist.init_process_group("gloo")
-    expected = tensors(deferred(NanoGPT))
     model, plan = planned(NanoGPT)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
     for block in model.blocks:
@@ -78,8 +74,7 @@ def _tensor_parallel() -> list[str]:
         fully_shard(block, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
     materialize({"model": model}, plan, "cpu")
-    found = tensors(model)
-    wrong = [name for name in expected if not torch.equal(_whole(found[name]), expected[name])]
+    wrong = _differing("nano_gpt", model)
     dist.destroy_process_group()
     return wrong
 

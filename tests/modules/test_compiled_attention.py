@@ -9,10 +9,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests import api
+from tests.modules.test_context_attention import step as step_of
+from tests.operations import Operations
 
 LENGTH = 8
 HEADS = torch.randn(2, 4, LENGTH, 4, generator=torch.Generator().manual_seed(0))
@@ -29,11 +30,6 @@ class Runs(nn.Module):
         return self.run(self, x, *others)
 
 
-class Watching(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 def compiled(run: Callable[..., Any], backend: str = "eager") -> nn.Module:
     torch._dynamo.reset()
     block = Runs(run)
@@ -42,9 +38,7 @@ def compiled(run: Callable[..., Any], backend: str = "eager") -> nn.Module:
 
 
 def step(*lengths: int) -> api.AttentionTakeover:
-    attention = api.GatheredAttention(api.SequenceParts(0, 2, None, is_balanced=True))
-    attention.lengths = set(lengths)
-    return api.AttentionTakeover(attention, api.handlers(attention))
+    return step_of(api.GatheredAttention(api.SequenceParts(0, 2, None, is_balanced=True)), *lengths)
 
 
 def attend(module: nn.Module, x: Tensor, *_: Any) -> Tensor:
@@ -100,7 +94,7 @@ def test_a_block_that_runs_uncompiled_attends_to_other_ranks_keys_too() -> None:
     # There is no group to gather from.
     with step(LENGTH), torch.compiler.set_stance("force_eager"), pytest.raises(AssertionError):
         block(HEADS)
-    with step(LENGTH), Watching(), pytest.raises(Exception, match="^$|no compiled frames"):
+    with step(LENGTH), Operations(), pytest.raises(Exception, match="^$|no compiled frames"):
         block(HEADS)
 
 

@@ -11,7 +11,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.api import AttentionTakeover, GatheredAttention, SequenceParts, compile_with_shared_attention, handlers
+from tests.api import GatheredAttention, SequenceParts, compile_with_shared_attention
+from tests.modules.test_context_attention import step
 from tests.worlds import run_world
 
 LENGTH, WIDTH, HEADS = 16, 8, 2
@@ -78,14 +79,12 @@ def observe() -> dict[str, float]:
         whole = nn.Sequential(*make()).double()
         own = deepcopy(whole)
         expected = train(whole, whole, x, weight)
-        attention = GatheredAttention(parts)
-        attention.lengths = {LENGTH // 2}
         for block in own:
             compile_with_shared_attention(block, backend=backend, mode=None)
         x_of_rank, weight_of_rank, expected = (parts.cut(tensor, 1) for tensor in (x, weight, expected))
         run = torch.compile(lambda x, own=own: own(x) * 1, backend="eager") if name == "compiled around" else own
         few = torch._dynamo.config.patch(recompile_limit=2)  # the default is 8
-        with few, AttentionTakeover(attention, handlers(attention)):
+        with few, step(GatheredAttention(parts), LENGTH // 2):
             y = train(own, run, x_of_rank, weight_of_rank)
         worst = (y - expected).abs().max()
         for p, q in zip(own.parameters(), whole.parameters(), strict=True):

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 
-from tests.api import AttentionTakeover, GatheredAttention, SequenceParts, UlyssesAttention, handlers
+from tests.api import AttentionTakeover, GatheredAttention, SequenceParts, UlyssesAttention
+from tests.modules.test_context_attention import step
 from tests.worlds import run_world
 
 BATCH, HEADS, LENGTH, HEAD = 2, 4, 16, 3
@@ -57,9 +58,7 @@ def observe() -> dict[str, dict[str, float]]:
     seen: dict[str, dict[str, float]] = {}
     for way, is_balanced in ((GatheredAttention, True), (UlyssesAttention, False)):
         parts = SequenceParts(dist.get_rank(), 2, dist.group.WORLD, is_balanced=is_balanced)
-        attention = way(parts)
-        attention.lengths = {LENGTH // 2}
-        takeover = AttentionTakeover(attention, handlers(attention))
+        takeover = step(way(parts), LENGTH // 2)
         seen[way.__name__] = {}
         for name, run in (ANYWHERE | GATHERED if is_balanced else ANYWHERE).items():
             whole = [tensor.clone().requires_grad_() for tensor in inputs]

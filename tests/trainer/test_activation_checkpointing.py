@@ -10,10 +10,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import dream_trainer as dt
 from tests.api import ConfigError, Recomputed, fsdp_modules, repeated_blocks
+from tests.operations import Operations
 from tests.trainer.arithmetic import full
 from tests.trainer.small import run_config
 from tests.trainer.test_compile import N_BLOCKS, WIDTH, Net, Trained
@@ -46,18 +46,6 @@ class Recording(Trained):
         return {"loss": loss}
 
 
-class Operations(TorchDispatchMode):
-    """Counts operations by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def cost(model: Net) -> dict[str, int]:
     """What one forward and backward of a model in one process keeps and computes."""
     kept: list[int] = []
@@ -71,11 +59,11 @@ def cost(model: Net) -> dict[str, int]:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             loss = model(x).sum()
         loss.backward()
-    counts = operations.counts
+    counts = Counter(operations.names)
     return {
         "bytes": sum(kept),
-        "matrix products": counts["aten.addmm.default"] + counts["aten.mm.default"],
-        "activations": counts["aten.gelu.default"],
+        "matrix products": counts["addmm"] + counts["mm"],
+        "activations": counts["gelu"],
     }
 
 
