@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests import api
-from tests.checkpoint.states import flip, save, some_tensors
+from tests.checkpoint.states import flip, read_all, save, some_tensors
 
 FILES = [".metadata", "__0_0.distcp", "shared.json", "rank_00000.json", "rank_00000.safetensors"]
 
@@ -32,12 +32,6 @@ def empty(file: Path) -> None:
 def path(tmp_path: Path) -> Path:
     save(tmp_path, 1)
     return save(tmp_path, 2, shared={"a": 1}, rank_state={"b": 2}, rank_tensors={"c": torch.ones(3)})
-
-
-def read_all(path: Path) -> None:
-    api.read_shared(path)
-    api.read_rank(path, 0)
-    api.load_tensors(path, some_tensors(), world=api.Ranks.alone())
 
 
 @pytest.mark.parametrize("damage", [truncate, lengthen, empty, Path.unlink])

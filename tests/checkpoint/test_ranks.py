@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,10 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tests import api
-from tests.checkpoint.states import flip, save, some_tensors
+from tests.checkpoint.states import assert_same_bits, flip, save, some_tensors
+from tests.trainer.arithmetic import full
 from tests.worlds import run_world
 
-Bits = dict[str, np.ndarray]
+Bits = dict[str, Tensor]
 
 
 class Net(nn.Module):
@@ -87,16 +87,7 @@ def restore(path: Path, models: dict[str, nn.Module], optimizers: dict[str, Opti
 
 def bits(tensors: dict[str, Tensor]) -> Bits:
     """The full values of all tensors; every rank must ask for them."""
-    return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).clone().numpy()
-        for name, value in tensors.items()
-    }
-
-
-def assert_bits_equal(left: Bits, right: Bits) -> None:
-    assert left.keys() == right.keys()
-    for name, value in left.items():
-        assert value.tobytes() == right[name].tobytes(), name
+    return {name: full(value).detach().clone() for name, value in tensors.items()}
 
 
 def open_world() -> api.World:
@@ -177,7 +168,7 @@ def damage_on_four(path: Path, damaged: Path, expected: Bits) -> dict[str, str]:
     for name, mesh in meshes.items():
         models, optimizers = build(2, mesh)
         restore(path, models, optimizers, world)
-        assert_bits_equal(bits(all_tensors(models, optimizers, world)[0]), expected)
+        assert_same_bits(bits(all_tensors(models, optimizers, world)[0]), expected)
         moment = optimizers["net"].state[models["net"].first.weight]["exp_avg"]
         assert isinstance(moment, DTensor)
         assert moment.placements == models["net"].first.weight.placements

@@ -1,6 +1,5 @@
 """Weights of every kind of file arrive in a model as `load_state_dict` would put them there, or it is an error."""
 
-import dataclasses
 import json
 import logging
 import pickle
@@ -13,11 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.api import CheckpointError, ConfigError, DamagedCheckpointError, load_weights
-from tests.checkpoint.states import flip, save
+from tests.checkpoint.states import Plant, flip, plant_shard, save
 from tests.weights.weight_cases import (
     KINDS,
     Net,
-    Plant,
     State,
     bare_pt,
     checkpoint,
@@ -261,17 +259,6 @@ UNREADABLE: dict[str, tuple[Callable[[Path], Path], str]] = {
 def test_what_cannot_be_read_is_refused_by_name(case: str, tmp_path: Path) -> None:
     write, message = UNREADABLE[case]
     assert message in refused(nn.Linear(4, 3, bias=False), write(tmp_path))
-
-
-def plant_shard(shard: Path, plant: Plant) -> None:
-    path = shard.parent
-    torch.save(plant, shard)
-    metadata = pickle.loads((path / ".metadata").read_bytes())
-    size = shard.stat().st_size
-    metadata.storage_data = {
-        index: dataclasses.replace(place, offset=0, length=size) for index, place in metadata.storage_data.items()
-    }
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 PLANTED: dict[str, Callable[[Path, Plant], object]] = {
