@@ -1,13 +1,11 @@
 """A Saver by itself: a counter stands in for the trainer, and the files are real."""
 
-import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from tests import api
@@ -119,14 +117,6 @@ def counting(directory: Path, **options: Any) -> Iterator[Counter]:
     run.finish()
 
 
-def test_it_saves_by_epochs(tmp_path: Path) -> None:
-    with counting(tmp_path, **NOTHING | {"save_every_n_epochs": 2}) as run:
-        for epoch in (1, 2, 3, 4):
-            run.train(2)
-            run.train(epoch=epoch)
-    assert run.saved == [6, 12]
-
-
 def test_a_step_is_saved_once_and_anew_when_what_it_owed_is_done_or_one_calls_for_it(tmp_path: Path) -> None:
     with counting(tmp_path, **NOTHING | {"save_every_n_steps": 1}) as run:
         run.has_pending_work = True
@@ -158,22 +148,6 @@ def test_what_saves_only_when_it_is_called_does(tmp_path: Path) -> None:
         assert run.saved == []
         run.saver.save()
         assert run.saved == [3]
-
-
-def test_a_save_due_while_one_is_written_is_skipped_if_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    copies = HeldCopies()
-    caplog.set_level(logging.INFO, "dream_trainer")
-    with counting(tmp_path, copies=copies, when_busy="skip", **NOTHING | {"save_every_n_steps": 1}) as run:
-        run.train(3)
-        assert run.saver.writing.is_busy
-        assert run.saved == []
-        copies.gate.set()
-        while run.saver.writing.is_busy:
-            pass
-        run.train()
-        assert run.saved == [1]
-    assert run.saved == [1, 4]
-    assert "step 3 is not saved: the last checkpoint is still being written" in caplog.text
 
 
 def test_a_clock_that_runs_out_while_one_is_written_waits_with_it_or_skips(tmp_path: Path) -> None:
@@ -240,10 +214,3 @@ def test_a_run_that_comes_back_to_its_own_checkpoints_keeps_them(tmp_path: Path)
         run.step = 4
         run.train()
     assert run.on_disk == [1, 2, 3, 4, 5]
-
-
-def test_what_never_saves_answers_the_loop() -> None:
-    saving = api.Saving()
-    saving.save_if_due(step=1, epoch=1, is_last=True, requested=True)
-    saving.save_after_exception(1)
-    assert (saving.flags(), saving.seconds) == ((False, False, False), 0.0)
