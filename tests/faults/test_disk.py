@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.faults.job import Job
-from tests.faults.kills import SECONDS_OF_A_RUN, listed, outcome, straight
+from tests.faults.kills import SECONDS_OF_A_RUN, listed, outcome
 from tests.faults.phases import Fault
 from tests.faults.ranks import Attempt
 from tests.faults.small_disk import SmallDisk
@@ -35,20 +35,6 @@ def remount(disk: SmallDisk, option: str) -> None:
     while subprocess.run(["mount", "-o", f"remount,{option}", str(disk.path)], capture_output=True).returncode:
         assert time.monotonic() < deadline
         time.sleep(0.001)
-
-
-@pytest.fixture(scope="module")
-def truth(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
-    """The outcome of the undisturbed run by number of ranks."""
-    found: dict[int, dict[str, Any]] = {}
-
-    def of(ranks: int) -> dict[str, Any]:
-        if ranks not in found:
-            found[ranks] = straight(job_for(ranks=ranks, is_async=False), tmp_path_factory.mktemp("straight"))
-            del found[ranks]["kept"]
-        return found[ranks]
-
-    return of
 
 
 def job_for(*, ranks: int = 2, is_async: bool, on_error: str = "raise", fault: Fault | None = None) -> Job:

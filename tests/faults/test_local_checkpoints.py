@@ -7,16 +7,17 @@ Hosts are network namespaces here, each with a home directory of its own, in whi
 import json
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.checkpoint.states import flip
 from tests.faults.job import Job, run_dir
 from tests.faults.kills import listed, outcome
-from tests.faults.namespaces import Hosts, can_make_hosts
+from tests.faults.namespaces import Hosts
 from tests.faults.phases import Fault
 from tests.faults.ranks import Attempt
 
@@ -26,23 +27,6 @@ ON_HOSTS = {"host_timeout_seconds": 3.0, "step_timeout_seconds": 60.0, "start_ti
 
 def job_of(ranks: int, directory: str | Path, **options: Any) -> Job:
     return Job(ranks=ranks, checkpoint=SAVES | {"local_directory": str(directory)}, **options)
-
-
-@pytest.fixture(scope="module")
-def truth(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
-    """How the job ends undisturbed on one host, without local checkpoints."""
-    known: dict[str, dict[str, Any]] = {}
-
-    def find(ranks: int, **mesh: int) -> dict[str, Any]:
-        name = f"{ranks} {mesh}"
-        if name not in known:
-            directory = tmp_path_factory.mktemp("truth")
-            with Attempt(Job(ranks=ranks, devices=mesh), directory) as attempt:
-                assert attempt.wait(60) == [0] * ranks, attempt.report()
-            known[name] = outcome(directory)
-        return known[name]
-
-    return find
 
 
 def kept(directory: Path) -> list[str]:
@@ -82,9 +66,7 @@ def test_killed_while_a_local_one_is_written_it_goes_on_from_the_one_before_and_
     assert attempt.numbers("resumed") == [resumed], attempt.report()
 
     for shard in memory.glob("*/*/ranks_0-1/*/step_*/__1_0.distcp"):
-        content = bytearray(shard.read_bytes())
-        content[len(content) // 2] ^= 1
-        shard.write_bytes(content)
+        flip(shard)
     with Attempt(job, tmp_path, 2) as attempt:
         assert attempt.wait(60) == [0, 0], attempt.report()
         assert "a local checkpoint is not used" in attempt.error(0)
@@ -92,14 +74,6 @@ def test_killed_while_a_local_one_is_written_it_goes_on_from_the_one_before_and_
         assert attempt.numbers("saved") == [8, 16, 24]
     assert outcome(tmp_path) == truth(2)
     assert not list(memory.iterdir())  # it is finished
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    if not can_make_hosts():
-        pytest.skip("needs root, iproute2 and network namespaces")
-    with Hosts(2) as hosts:
-        yield hosts
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from tests.api import read_jsonl
 from tests.faults.job import VALIDATE_EVERY, Job, Pause, run_dir
-from tests.faults.kills import SECONDS_OF_A_RUN, listed, outcome, straight
+from tests.faults.kills import SECONDS_OF_A_RUN, listed, outcome
 from tests.faults.phases import Fault
 from tests.faults.ranks import Attempt
 from tests.faults.torchrun import rank_pid, report, torchrun
@@ -109,20 +109,6 @@ SPANNING = [
 ]
 CASES = [pytest.param(case, id=str(case)) for case in SPANNING]
 CASES += [pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in cases() if case not in SPANNING]
-
-
-@pytest.fixture(scope="module")
-def truth(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
-    """The outcome of the undisturbed run by number of ranks; workers and the way of saving change nothing."""
-    found: dict[int, dict[str, Any]] = {}
-
-    def of(ranks: int) -> dict[str, Any]:
-        if ranks not in found:
-            found[ranks] = straight(Job(ranks=ranks, checkpoint=EVERY), tmp_path_factory.mktemp("straight"))
-            del found[ranks]["kept"]
-        return found[ranks]
-
-    return of
 
 
 def stopped_at(attempt: Attempt, directory: Path) -> int:
