@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,7 @@ def check_goes_on(job: Job, directory: Path, truth: dict[str, Any], newest: int)
     assert outcome(directory) == truth
 
 
-ASYNC = pytest.mark.parametrize(
-    "is_async", [pytest.param(False, id="sync", marks=pytest.mark.slow), pytest.param(True, id="async")]
-)
-
-
-@ASYNC
+@pytest.mark.parametrize("is_async", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_disk_that_is_full_for_one_rank_is_an_error_on_all(
     is_async: bool, disk: SmallDisk, truth: Callable[[int], dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -79,58 +75,51 @@ def test_a_disk_that_is_full_for_one_rank_is_an_error_on_all(
     assert listed(tmp_path) == [*range(2, job.n_steps + 1, 2)]
 
 
-@ASYNC
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_with_warn_the_run_outlives_a_full_disk_and_saves_again(
-    ranks: int, is_async: bool, disk: SmallDisk, truth: Callable[[int], dict[str, Any]], tmp_path: Path
+@pytest.mark.parametrize("is_async", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_disk_that_turns_read_only_is_an_error_on_all(
+    is_async: bool, disk: SmallDisk, truth: Callable[[int], dict[str, Any]], tmp_path: Path
 ) -> None:
-    job = job_for(ranks=ranks, is_async=is_async, on_error="warn")
-    with Attempt(job, tmp_path) as attempt:
-        assert attempt.wait_for("saved 4"), attempt.report()
-        disk.fill()
-        step = attempt.numbers("step")[-1]
-        assert attempt.wait_for(f"step {step + 6}"), attempt.report()
-        disk.empty()
-        assert attempt.wait(SECONDS_OF_A_RUN) == [0] * ranks, attempt.report()
-        assert "No space left on device" in attempt.error(0), attempt.report()
-    steps = listed(tmp_path)
-    assert steps[:2] == [2, 4]
-    assert not {step + 4, step + 5} & {*steps}
-    assert {22, 24} <= {*steps}
-    assert outcome(tmp_path) == truth(ranks)
-
-
-@pytest.mark.parametrize(
-    ("is_async", "on_error"),
-    [
-        (False, "raise"),
-        pytest.param(False, "warn", marks=pytest.mark.slow),
-        pytest.param(True, "raise", marks=pytest.mark.slow),
-        (True, "warn"),
-    ],
-)
-def test_a_disk_that_turns_read_only(
-    is_async: bool, on_error: str, disk: SmallDisk, truth: Callable[[int], dict[str, Any]], tmp_path: Path
-) -> None:
-    job = job_for(is_async=is_async, on_error=on_error)
+    job = job_for(is_async=is_async)
     with Attempt(job, tmp_path) as attempt:
         assert attempt.wait_for("saved 4"), attempt.report()
         remount(disk, "ro")
         before = listed(tmp_path)
-        if on_error == "raise":
-            check_all_fail(attempt, "Read-only file system")
-            assert listed(tmp_path) == before
-            remount(disk, "rw")
-        else:
-            step = attempt.numbers("step")[-1]
-            assert attempt.wait_for(f"step {step + 6}"), attempt.report()
-            remount(disk, "rw")
-            assert attempt.wait(SECONDS_OF_A_RUN) == [0] * job.ranks, attempt.report()
-            assert "Read-only file system" in attempt.error(0), attempt.report()
-    if on_error == "raise":
-        check_goes_on(job, tmp_path, truth(2), newest=before[-1])
+        check_all_fail(attempt, "Read-only file system")
+    assert listed(tmp_path) == before
+    remount(disk, "rw")
+    check_goes_on(job, tmp_path, truth(2), newest=before[-1])
     assert listed(tmp_path)[-2:] == [22, 24]
-    assert outcome(tmp_path) == truth(2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "ranks", "is_async"),
+    [
+        *(("full", 1, True), ("read-only", 2, True)),
+        *(pytest.param("full", *case, marks=pytest.mark.slow) for case in ((1, False), (2, True), (2, False))),
+        pytest.param("read-only", 2, False, marks=pytest.mark.slow),
+    ],
+)
+def test_with_warn_the_run_outlives_a_disk_that_takes_nothing_and_saves_again(
+    fault: str, ranks: int, is_async: bool, disk: SmallDisk, truth: Callable[[int], dict[str, Any]], tmp_path: Path
+) -> None:
+    breaks, mends, told = {
+        "full": (disk.fill, disk.empty, "No space left on device"),
+        "read-only": (partial(remount, disk, "ro"), partial(remount, disk, "rw"), "Read-only file system"),
+    }[fault]
+    job = job_for(ranks=ranks, is_async=is_async, on_error="warn")
+    with Attempt(job, tmp_path) as attempt:
+        assert attempt.wait_for("saved 4"), attempt.report()
+        breaks()
+        step = attempt.numbers("step")[-1]
+        assert attempt.wait_for(f"step {step + 6}"), attempt.report()
+        mends()
+        assert attempt.wait(SECONDS_OF_A_RUN) == [0] * ranks, attempt.report()
+        assert told in attempt.error(0), attempt.report()
+    steps = listed(tmp_path)
+    assert steps[:2] == [2, 4]
+    assert not {step + 3, step + 4} & {*steps}
+    assert {22, 24} <= {*steps}
+    assert outcome(tmp_path) == truth(ranks)
 
 
 @pytest.mark.pitfall(31)

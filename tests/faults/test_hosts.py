@@ -58,12 +58,16 @@ def test_hosts_that_train_on_their_own_are_the_workers_of_one_host(ranks: int, h
     assert found[0] == found[1]
 
 
+def errors_of(job: Job, directory: Path, hosts: Hosts, environment: list[dict[str, str]]) -> list[str]:
+    """What each rank says of a job that is refused at its start."""
+    with Attempt(job, directory, hosts=hosts, environment=environment) as attempt:
+        assert attempt.wait(30) == [1] * job.ranks, attempt.report()
+    return [attempt.error(rank) for rank in range(job.ranks)]
+
+
 def test_an_interface_that_leads_nowhere_is_refused_on_all_ranks_at_once(hosts: Hosts, tmp_path: Path) -> None:
     environment = [{}, {"GLOO_SOCKET_IFNAME": "lo"}]
-    with Attempt(job_of(2), tmp_path, hosts=hosts, environment=environment) as attempt:
-        assert attempt.wait(30) == [1, 1]
-    for rank in (0, 1):
-        error = (attempt.directory / f"rank_{rank}.err").read_text()
+    for error in errors_of(job_of(2), tmp_path, hosts, environment):
         assert "GLOO_SOCKET_IFNAME=lo: only this host is reached by it, and the job has several hosts" in error
         assert "Unset it, or set it to 'eth0', on the way to 10.77.0.1" in error
         assert "host 1 (" in error
@@ -172,10 +176,7 @@ def test_hosts_with_other_code_are_refused_on_all_ranks(hosts: Hosts, tmp_path: 
         directory.mkdir()
         (directory / "own.py").write_text(f"VALUE = {host}\n")
         environment.append({"OWN_CODE": str(directory)})
-    with Attempt(job_of(2, imports="own"), tmp_path, hosts=hosts, environment=environment) as attempt:
-        assert attempt.wait(30) == [1, 1]
-    for rank in (0, 1):
-        error = (attempt.directory / f"rank_{rank}.err").read_text()
+    for error in errors_of(job_of(2, imports="own"), tmp_path, hosts, environment):
         assert "RanksDifferError: the hosts of this job differ: the digest of own's code is " in error
 
 
@@ -184,8 +185,5 @@ def test_hosts_with_other_numbers_of_ranks_are_refused_on_all_ranks(hosts: Hosts
     environment = [{}, {"LOCAL_WORLD_SIZE": "1"}]
     mesh = {"dp_replicate": 1, "dp_shard": 4}
     job = Job(ranks=4, devices=mesh | {"start_timeout_seconds": 30.0})
-    with Attempt(job, tmp_path, hosts=hosts, environment=environment) as attempt:
-        assert attempt.wait(30) == [1] * 4
-    for rank in range(4):
-        error = (attempt.directory / f"rank_{rank}.err").read_text()
+    for error in errors_of(job, tmp_path, hosts, environment):
         assert "RanksDifferError: the hosts of this job differ: the number of its processes is 2 on host 0 (" in error
