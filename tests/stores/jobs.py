@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dream_trainer as dt
+from tests.trainer.small import weights
 
 X = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 
@@ -33,13 +34,16 @@ class Fit(dt.DreamTrainer):
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        loss = (self.model(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean()
+        loss = self.loss_of(batch)
         self.backward(loss)
         self.step(self.model, self.optimizer)
         return {"loss": loss}
 
     def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        return {"loss": (self.model(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean()}
+        return {"loss": self.loss_of(batch)}
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        return (self.model(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean()
 
 
 class Wide(Fit):
@@ -67,15 +71,6 @@ def train(url: str | None, max_steps: int, trainer: type[Fit] = Fit, **parameter
     with trainer(config(url, max_steps, **parameters)) as run:
         run.fit()
     return run
-
-
-def weights(run: Fit) -> dict[str, torch.Tensor]:
-    from dream_trainer.compat.pytorch import local_tensor
-
-    full = {}
-    for name, value in run.model.state_dict().items():
-        full[name] = value.full_tensor() if hasattr(value, "full_tensor") else local_tensor(value)
-    return {name: value.clone() for name, value in full.items()}
 
 
 def die_at(phase: str) -> None:
@@ -115,4 +110,4 @@ if __name__ == "__main__":
     if len(sys.argv) > 3:
         die_at(sys.argv[3])
     run = train(sys.argv[1], int(sys.argv[2]))
-    print(json.dumps({name: value.tolist() for name, value in weights(run).items()}))
+    print(json.dumps({name: value.tolist() for name, value in weights(run.model).items()}))

@@ -1,15 +1,12 @@
-"""An S3 server for tests: moto in a thread of this process, which can be stopped, throttled and made forgetful."""
+"""Servers in threads of this process: moto, which speaks S3, and can be stopped, throttled and made forgetful."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import pytest
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
 
-from tests.api import open_store
 from tests.worlds import free_port
 
 SECRET = "not-to-be-seen-0123456789"
@@ -23,33 +20,40 @@ class QuietHandler(WSGIRequestHandler):
         pass
 
 
-class Server:
-    """An S3 server on this machine. What it holds survives `stop`."""
+class ServedHere:
+    """A WSGI application in a thread of this process, which can be stopped. What it holds survives `stop`."""
 
     def __init__(self) -> None:
-        self._app = DomainDispatcherApplication(create_backend_app)
         self.port = free_port()
+        self._server: BaseWSGIServer | None = None
+
+    def start(self) -> None:
+        """Answers, if it did not."""
+        if self._server is None:
+            self._server = make_server("127.0.0.1", self.port, self, threaded=True, request_handler=QuietHandler)
+            self._server.daemon_threads = True  # type: ignore[attr-defined]
+            threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def stop(self) -> None:
+        """Nobody answers any more."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+
+class Server(ServedHere):
+    """An S3 server: moto."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._app = DomainDispatcherApplication(create_backend_app)
         self.url = f"http://127.0.0.1:{self.port}"
         self.requests: list[tuple[str, str, str]] = []
         self.throttled = 0
         self.refuses = False
         self.ignores_conditions = False
         self.before: Callable[[str, str], None] = lambda method, path: None
-        self._server: BaseWSGIServer | None = None
-
-    def start(self) -> None:
-        if self._server is not None:
-            return
-        self._server = make_server("127.0.0.1", self.port, self, threaded=True, request_handler=QuietHandler)
-        self._server.daemon_threads = True  # type: ignore[attr-defined]
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
-
-    def stop(self) -> None:
-        """Nobody answers any more, and nothing is forgotten."""
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._server = None
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
@@ -83,35 +87,6 @@ def environment(url: str) -> dict[str, str]:
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_EC2_METADATA_DISABLED": "true",
     }
-
-
-@contextmanager
-def running_server() -> Iterator[Server]:
-    """A server, until the block ends."""
-    server = Server()
-    server.start()
-    try:
-        yield server
-    finally:
-        server.stop()
-
-
-@contextmanager
-def pointing_at(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """This process, and those that it starts, use `server`, which has an empty bucket."""
-    for name, value in environment(server.url).items():
-        monkeypatch.setenv(name, value)
-    import requests
-
-    requests.post(f"{server.url}/moto-api/reset", timeout=10)
-    open_store.cache_clear()
-    open_store("s3")._files.mkdir(BUCKET)
-    server.requests.clear()
-    yield server
-    server.throttled, server.refuses, server.ignores_conditions = 0, False, False
-    server.before = lambda method, path: None
-    server.start()
-    open_store.cache_clear()
 
 
 def winners_of_a_race(place: Any) -> list[int]:
