@@ -87,19 +87,3 @@ def environment(url: str) -> dict[str, str]:
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_EC2_METADATA_DISABLED": "true",
     }
-
-
-def winners_of_a_race(place: Any) -> list[int]:
-    """Of eight threads that create one object at once, those that did."""
-    won: list[int] = []
-
-    def race(number: int) -> None:
-        if place.store.create(place.key, str(number).encode()):
-            won.append(number)
-
-    threads = [threading.Thread(target=race, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return won

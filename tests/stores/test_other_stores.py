@@ -4,7 +4,6 @@ SeaweedFS speaks S3's protocol and keeps objects on the disk; fake-gcs-server sp
 server what adlfs says to Azure's. The last two are skipped where the packages that speak to them are not installed.
 """
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from tests.api import CheckpointError, Ownership, StorePath, open_store
 from tests.stores import azure, google
 from tests.stores.jobs import train
 from tests.stores.seaweed import SeaweedServer
-from tests.stores.servers import winners_of_a_race
+from tests.stores.test_object_store import check_objects
 from tests.stores.test_runs import (
     check_another_job_ends_it,
     check_run_without_store,
@@ -76,29 +75,7 @@ def url(server: OtherServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_objects_are_written_once_and_read_back_in_parts(url: str, tmp_path: Path) -> None:
-    root = StorePath(url)
-    (won,) = winners_of_a_race(root / "one")
-    assert (root / "one").read_bytes() == str(won).encode()
-
-    content = os.urandom((70 << 20) + 12345)  # more than any client sends at once
-    (tmp_path / "large").write_bytes(content)
-    (tmp_path / "empty").touch()
-    for name in ("large", "empty"):
-        root.store.send(tmp_path / name, (root / "a" / name).key)
-    with (root / "a" / "large").open("rb") as stream:
-        assert stream.read() == content
-        stream.seek(-100, os.SEEK_END)
-        assert stream.read() == content[-100:]
-    assert (root / "a" / "empty").read_bytes() == b""
-    assert sorted((entry.name, entry.is_dir()) for entry in root.iterdir()) == [("a", True), ("one", False)]
-    (root / "a").rename(root / "b")
-    assert not (root / "a").exists()
-    assert (root / "b" / "large").stat().st_size == len(content)
-    root.store.remove((root / "one").key)
-    root.store.remove((root / "one").key)
-    assert list((root / "one").iterdir()) == []
-    with pytest.raises(FileNotFoundError, match=f"{root / 'one'} is not there"):
-        (root / "one").read_bytes()
+    check_objects(url, tmp_path, (70 << 20) + 12345)  # more than any client sends at once
 
 
 def test_a_killed_run_goes_on_is_kept_short_and_read_on_other_ranks(url: str, all_cases: bool) -> None:
