@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,10 @@ Runs = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def all_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Runs]]:
-    directory, before = tmp_path_factory.mktemp("adapters"), os.getcwd()
-    prepare(directory)
-    os.chdir(directory)
-    try:
+    with chdir(directory := tmp_path_factory.mktemp("adapters")):
+        prepare(directory)
         ranks = run_world(train_layouts, 2, str(directory))
         yield directory, {"alone": {"straight": train("alone", 6), "cut": train("alone-cut", 3)}} | ranks[0]
-    finally:
-        os.chdir(before)
 
 
 @pytest.fixture
