@@ -145,30 +145,6 @@ def test_another_parameter_in_front_is_an_error_and_shifts_nothing(tmp_path: Pat
     assert not fresh.state
 
 
-def test_lbfgs_goes_on_bit_for_bit_from_lists_of_all_parameters(tmp_path: Path) -> None:
-    def steps(model: nn.Module, optimizer: Optimizer, count: int) -> None:
-        inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
-
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = model(inputs).square().mean()
-            loss.backward()
-            return loss
-
-        for _ in range(count):
-            optimizer.step(closure)
-
-    model, other = net(0), net(1)
-    optimizer, fresh = (torch.optim.LBFGS(one.parameters(), max_iter=3, lr=0.1) for one in (model, other))
-    steps(model, optimizer, 2)
-    restore(write(tmp_path, model, optimizer), other, fresh)
-    assert len(fresh.state_dict()["state"][0]["old_dirs"]) > 1
-    assert_equal(fresh.state_dict(), optimizer.state_dict())
-    for one, its_optimizer in ((model, optimizer), (other, fresh)):
-        steps(one, its_optimizer, 2)
-    assert_equal(dict(other.state_dict()), dict(model.state_dict()))
-
-
 class Own(torch.optim.SGD):
     """Hands out what it keeps beside `state`."""
 
