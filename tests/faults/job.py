@@ -27,11 +27,12 @@ import torch.distributed.checkpoint
 import torch.distributed.fsdp
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 
 import dream_trainer as dt
-from tests.api import DistributedDataLoader, named_step
+from tests.api import DistributedDataLoader, PerRankLoader, named_step
 from tests.faults.phases import Fault, arm
-from tests.trainer.resumable import Augmented, Network, state_tensors
+from tests.trainer.resumable import Augmented, Network, state_tensors, stateful_loader
 from tests.trainer.saves import Validated
 
 STEPS_PER_EPOCH = 12
@@ -58,6 +59,8 @@ class Job:
     n_steps: int = 24
     step_seconds: float = 0.01
     workers: int = 0
+    foreign: str | None = None
+    """"own" or "stateful": a training loader that is not ours, with "-plain" or "-persistent" workers."""
     checkpoint: dict[str, Any] = field(default_factory=lambda: {"save_every_n_steps": 2})
     devices: dict[str, Any] = field(default_factory=dict)
     local_sgd: dict[str, Any] | None = None
@@ -123,6 +126,27 @@ class Points(Augmented):
         return super().__getitem__(index)
 
 
+class Slow(Augmented):
+    """Samples that workers are still loading whenever a signal comes."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
+        time.sleep(0.02)
+        return super().__getitem__(index)
+
+
+class OwnLoader(DataLoader[Any]):
+    """A user's class."""
+
+
+def foreign_loader(kind: str, ranks: int) -> Any:
+    """A rank's loader, whose pass does not end."""
+    name, workers = kind.split("-")
+    options = {"num_workers": 2, "persistent_workers": workers == "persistent"}
+    data = Slow(10_000, noise=0.1)
+    loader = OwnLoader(data, 2, **options) if name == "own" else stateful_loader(data, 2, options)
+    return PerRankLoader(loader) if ranks > 1 else loader
+
+
 def take(pause: Pause, marker: Path) -> None:
     """Waits, unless an earlier attempt did; the file `goes on` ends it."""
     if int(os.environ.get("RANK", "0")) == pause.rank:
@@ -155,7 +179,10 @@ class Trainer(dt.DreamTrainer):
             return DistributedDataLoader(Points(length, pause, self.marker), 2, **workers, **options)
 
         # One sample too many for whole batches in each.
-        return loader(STEPS_PER_EPOCH * 2 * self.job.ranks + 1, "train", shuffle=True), loader(9, "val")
+        train: Any = loader(STEPS_PER_EPOCH * 2 * self.job.ranks + 1, "train", shuffle=True)
+        if self.job.foreign is not None:
+            train = foreign_loader(self.job.foreign, self.job.ranks)
+        return train, loader(9, "val")
 
     def configure_optimizers(self) -> None:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02, weight_decay=0.1)
