@@ -1,7 +1,12 @@
-"""Servers in threads of this process: moto, which speaks S3, and can be stopped, throttled and made forgetful."""
+"""What servers of object stores have in common, and moto, which can be stopped, throttled and made forgetful."""
 
+import subprocess
 import threading
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from moto.server import DomainDispatcherApplication, create_backend_app
@@ -40,6 +45,42 @@ class ServedHere:
             self._server.shutdown()
             self._server.server_close()
             self._server = None
+
+
+class ServerProcess:
+    """A server that is a process of its own, works in `directory`, and answers at `address`.
+
+    Nobody but this machine reaches it. What it holds survives `stop`.
+    """
+
+    def __init__(self, command: list[str], directory: Path, address: str) -> None:
+        self._command, self._directory, self.address = command, directory, address
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Answers, if it did not."""
+        if self._process is not None:
+            return
+        nowhere = subprocess.DEVNULL
+        self._process = subprocess.Popen(self._command, stdout=nowhere, stderr=nowhere, cwd=self._directory)
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and self._process.poll() is None:
+            try:
+                urllib.request.urlopen(self.address, timeout=2).close()
+                return
+            except urllib.error.HTTPError:  # it answers, and knows no such place
+                return
+            except OSError:
+                time.sleep(0.2)
+        raise RuntimeError(f"{self._command[0]} does not answer at {self.address}.")
+
+    def stop(self) -> None:
+        """Nobody answers any more."""
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait(timeout=30)
+            self._process = None
 
 
 class Server(ServedHere):
