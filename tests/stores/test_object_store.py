@@ -2,7 +2,9 @@
 
 import os
 import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,20 +12,13 @@ from tests.api import CheckpointError, ConfigError, Ownership, StorePath, as_pat
 from tests.stores.servers import SECRET, Server
 
 
-def winners_of_a_race(place: StorePath) -> list[int]:
-    """Of eight threads that create one object at once, those that did."""
-    won: list[int] = []
-
-    def race(number: int) -> None:
-        if place.store.create(place.key, str(number).encode()):
-            won.append(number)
-
-    threads = [threading.Thread(target=race, args=(number,)) for number in range(8)]
+def at_once(function: Callable[[Any], None], arguments: Iterable[Any]) -> None:
+    """Calls a function in a thread for each argument, and waits for all."""
+    threads = [threading.Thread(target=function, args=(argument,)) for argument in arguments]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return won
 
 
 def check_objects(url: str, directory: Path, n_bytes: int) -> None:
@@ -31,8 +26,14 @@ def check_objects(url: str, directory: Path, n_bytes: int) -> None:
     root = StorePath(url)
     assert not root.exists()
     assert list(root.iterdir()) == []
-    (won,) = winners_of_a_race(root / "one")
-    assert (root / "one").read_bytes() == str(won).encode()
+    won: list[int] = []
+
+    def race(number: int) -> None:
+        if root.store.create((root / "one").key, str(number).encode()):
+            won.append(number)
+
+    at_once(race, range(8))
+    assert [(root / "one").read_bytes()] == [str(number).encode() for number in won]
 
     content = os.urandom(n_bytes)
     (directory / "large").write_bytes(content)
@@ -140,11 +141,7 @@ def test_of_two_jobs_that_start_at_once_one_has_the_run(url: str, tmp_path: Path
         except CheckpointError as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=start, args=(name,)) for name in "ab"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(start, "ab")
     assert (len(owners), len(errors)) == (1, 1)
     owners[0].release()
 
