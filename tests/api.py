@@ -33,7 +33,7 @@ _NAMES = {
     "dream_trainer.checkpoint.run_directory": "claim is_claimed release",
     "dream_trainer.checkpoint.safe_dcp": "parse_metadata",
     "dream_trainer.checkpoint.saver": "Moment Saver",
-    "dream_trainer.checkpoint.background": "Background HostCopies",
+    "dream_trainer.checkpoint.background": "HostCopies",
     "dream_trainer.checks": "divisors",
     "dream_trainer.cli.main": "GROUPS main",
     "dream_trainer.cli.new": "EXAMPLES LAUNCH",
