@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from dream_trainer.checkpoint import typed_json
-from tests.api import Ranks, Snapshot, load_tensors, read_rank, read_shared, tensor_metadata, write_checkpoint
+from tests.api import (
+    CheckpointError,
+    Ranks,
+    Snapshot,
+    load_tensors,
+    read_rank,
+    read_shared,
+    tensor_metadata,
+    write_checkpoint,
+)
 
 DESCRIPTION = {"epoch": 1, "samples_seen": 64, "mesh_shape": {"dp_shard": 1}, "config": {"seed": 0}, "metrics": {}}
 
@@ -88,6 +97,15 @@ def plant_shard(shard: Path, plant: Plant) -> None:
     """Makes a shard a pickle that runs code, in which all tensors are said to be."""
     torch.save(plant, shard)
     place_tensors(shard.parent, offset=0, length=shard.stat().st_size)
+
+
+def outcome(function: Callable[[], object]) -> str:
+    """What a checkpoint's error says, after its kind."""
+    try:
+        function()
+    except CheckpointError as error:
+        return f"{type(error).__name__}: {error}"
+    return "ok"
 
 
 def flip(file: Path, at: float = 0.5) -> None:

@@ -2,7 +2,6 @@
 
 import resource
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tests import api
-from tests.checkpoint.states import assert_same_bits, flip, save, some_tensors
+from tests.checkpoint.states import assert_same_bits, flip, outcome, save, some_tensors
 from tests.trainer.arithmetic import full
 from tests.worlds import run_world
 
@@ -92,14 +91,6 @@ def bits(tensors: dict[str, Tensor]) -> Bits:
 
 def open_world() -> api.World:
     return api.World(api.DeviceParameters(device="cpu"), shard_by_default=True)
-
-
-def outcome(function: Callable[[], Any]) -> str:
-    try:
-        function()
-    except api.CheckpointError as error:
-        return f"{type(error).__name__}: {error}"
-    return "ok"
 
 
 def save_two(root: Path) -> dict[str, Any]:

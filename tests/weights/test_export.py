@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tests import api
-from tests.checkpoint.states import assert_same_bits, flip, save
+from tests.checkpoint.states import assert_same_bits, flip, outcome, save
 from tests.worlds import run_world
 
 
@@ -323,14 +323,6 @@ def test_a_plain_model_is_exported_as_its_checkpoint_is(tmp_path: Path, model: T
     assert next(model.parameters()).dtype == torch.float32
 
 
-def _failure_of(function: Any) -> str:
-    try:
-        function()
-    except api.CheckpointError as error:
-        return str(error)
-    return ""
-
-
 def _export_sharded(directory: str) -> dict[str, Any]:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -348,11 +340,11 @@ def _export_sharded(directory: str) -> dict[str, Any]:
     save(root / "run" / "checkpoints", 1, tensors=api.model_tensors({"net": model}), world=world)
     other = nn.Linear(2, 2) if world.is_main else nn.Linear(3, 3)
     failures = {
-        "exists": _failure_of(lambda: api.export_model(model, root / "out", world=world)),
-        "size": _failure_of(lambda: api.export_model(model, root / "new", world=world, max_shard_size="x")),
-        "full": _failure_of(lambda: api.export_model(model, Path("/dev/full/out"), world=world)),
-        "midway": _failure_of(lambda: _export_failing_midway(model, root / "half", world)),
-        "different": _failure_of(lambda: api.export_model(other, root / "different", world=world)),
+        "exists": outcome(lambda: api.export_model(model, root / "out", world=world)),
+        "size": outcome(lambda: api.export_model(model, root / "new", world=world, max_shard_size="x")),
+        "full": outcome(lambda: api.export_model(model, Path("/dev/full/out"), world=world)),
+        "midway": outcome(lambda: _export_failing_midway(model, root / "half", world)),
+        "different": outcome(lambda: api.export_model(other, root / "different", world=world)),
     }
     dist.barrier()
     dist.destroy_process_group()
