@@ -120,30 +120,3 @@ def test_with_warn_the_run_outlives_a_disk_that_takes_nothing_and_saves_again(
     assert not {step + 3, step + 4} & {*steps}
     assert {22, 24} <= {*steps}
     assert outcome(tmp_path) == truth(ranks)
-
-
-@pytest.mark.pitfall(31)
-@pytest.mark.parametrize(
-    ("ranks", "phase", "rank", "is_async"),
-    [
-        (2, "after the first shard", 1, True),
-        pytest.param(2, "after the first shard", 1, False, marks=pytest.mark.slow),
-        (1, "before the manifest", 0, False),
-        pytest.param(2, "before the rename", 0, True, marks=pytest.mark.slow),
-    ],
-)
-def test_a_writer_that_raises_is_an_error_on_all_ranks(
-    ranks: int, phase: str, rank: int, is_async: bool, truth: Callable[[int], dict[str, Any]], tmp_path: Path
-) -> None:
-    job = job_for(ranks=ranks, is_async=is_async, fault=Fault(phase=phase, does="raise", rank=rank, calls=(3,)))
-    with Attempt(job, tmp_path) as attempt:
-        check_all_fail(attempt, "the test broke the writer")
-        errors = [attempt.error(rank) for rank in range(ranks)]
-        assert any("phases.py" in error for error in errors), f"no original traceback\n{attempt.report()}"
-        last = max(attempt.numbers("step"))
-        assert last <= 8  # heard at the next step, not at the next save
-    if ranks == 1:
-        assert listed(tmp_path) == [2, 4, last]  # one process saves what it has when it fails
-    else:
-        assert listed(tmp_path) == [2, 4]
-    check_goes_on(job, tmp_path, truth(ranks), newest=listed(tmp_path)[-1])
