@@ -7,7 +7,6 @@ server what adlfs says to Azure's. The last two are skipped where the packages t
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
@@ -28,16 +27,7 @@ from tests.stores.test_runs import (
 from tests.trainer.arithmetic import same_bits
 from tests.worlds import run_world
 
-
-class OtherServer(Protocol):
-    """A server with an empty bucket at `url`; a client finds it by `environment`."""
-
-    url: str
-    environment: dict[str, str]
-
-    def start(self) -> None: ...
-    def stop(self) -> None: ...
-
+OtherServer = SeaweedServer | google.GoogleServer | azure.AzureServer
 
 SERVERS: dict[str, Callable[[Path], OtherServer]] = {
     "seaweed": SeaweedServer,
