@@ -14,16 +14,6 @@ from tests.checkpoint.states import DESCRIPTION, make_snapshot, save
 NOTHING: dict[str, Any] = {"save_every_n_epochs": None, "save_at_end": False}
 
 
-class Clock:
-    """Seconds that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class HeldCopies(api.HostCopies):
     """Copies that the writing thread gets when the test opens the gate."""
 
@@ -47,7 +37,7 @@ class Counter:
         **parameters: Any,
     ) -> None:
         self.parameters = api.CheckpointParameters(**parameters)
-        self.directory, self.clock = directory, Clock()
+        self.directory, self.now = directory, 0.0
         self.step, self.has_pending_work = 0, False
         self.saved: list[int] = []
         self.warmed: list[int] = []
@@ -68,12 +58,12 @@ class Counter:
             on_lost=self.lose,
             patience=nullcontext,
             say_once=lambda key, message: self.said.append(message),
-            clock=self.clock,
+            clock=lambda: self.now,
             only_when_called=only_when_called,
         )
 
     def snapshot(self, metrics: dict[str, float], copies: api.HostCopies | None) -> api.Snapshot:
-        self.clock.now += 1  # what training waits for
+        self.now += 1  # what training waits for
         return make_snapshot(self.step, description=DESCRIPTION | {"metrics": metrics})
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -93,7 +83,7 @@ class Counter:
         for _ in range(windows):
             requested = self.speak()
             self.step += 1
-            self.clock.now += seconds
+            self.now += seconds
             self.saver.save_if_due(step=self.step, epoch=epoch, is_last=is_last, requested=requested)
 
     def ask(self) -> None:
@@ -157,7 +147,7 @@ def test_a_clock_that_runs_out_while_one_is_written_waits_with_it_or_skips(tmp_p
             tmp_path / when_busy, copies=copies, when_busy=when_busy, **NOTHING | {"save_every_n_minutes": 1.0}
         ) as run:
             run.saver.save_if_due(step=None, epoch=None, is_last=False, requested=True)
-            run.clock.now += 61
+            run.now += 61
             assert run.saver.flags() == (when_busy == "wait", True, False)
             copies.gate.set()
 
