@@ -79,12 +79,12 @@ class Counter:
         self.saver.heard(int(saving), int(failed))
         return due
 
-    def train(self, windows: int = 1, *, seconds: float = 0.0, epoch: int | None = None, is_last: bool = False) -> None:
+    def train(self, windows: int = 1, *, seconds: float = 0.0, is_last: bool = False) -> None:
         for _ in range(windows):
             requested = self.speak()
             self.step += 1
             self.now += seconds
-            self.saver.save_if_due(step=self.step, epoch=epoch, is_last=is_last, requested=requested)
+            self.saver.save_if_due(step=self.step, epoch=None, is_last=is_last, requested=requested)
 
     def ask(self) -> None:
         """As a request does that comes between two windows."""
@@ -189,18 +189,14 @@ def test_an_exception_does_not_save_if_the_config_says_so(tmp_path: Path) -> Non
     assert run.saved == []
 
 
-def goes_on_from(saver: api.Saver, manifest: api.Manifest, *, is_own: bool) -> None:
-    saver.goes_on_from(manifest.step, manifest.metrics, is_own=is_own, has_pending_work=False)
-
-
 def test_a_run_that_comes_back_to_its_own_checkpoints_keeps_them(tmp_path: Path) -> None:
     own, other = tmp_path / "own", tmp_path / "other"
     for step in (1, 2, 3, 4):
         save(own, step)
     theirs = api.read_manifest(save(other, 2))
     with counting(own, **NOTHING | {"save_every_n_steps": 1}) as run:
-        goes_on_from(run.saver, theirs, is_own=False)
-        goes_on_from(run.saver, api.list_checkpoints(own)[-1], is_own=True)
+        for manifest, is_own in ((theirs, False), (api.list_checkpoints(own)[-1], True)):
+            run.saver.goes_on_from(manifest.step, manifest.metrics, is_own=is_own, has_pending_work=False)
         run.step = 4
         run.train()
     assert run.on_disk == [1, 2, 3, 4, 5]

@@ -26,6 +26,7 @@ from tests.weights.adapted import (
     lora,
     make,
     prepare,
+    their_base,
     token_rows,
     train,
     train_layouts,
@@ -63,12 +64,6 @@ def checkpoint(experiment: str, step: int) -> Path:
 def predictions(model: nn.Module) -> Tensor:
     with torch.no_grad():
         return model(token_rows()[:4])
-
-
-def their_base() -> Net:
-    base = Net().double()
-    base.load_state_dict(base_values())
-    return base
 
 
 @pytest.mark.parametrize("layout", ["alone", *LAYOUTS])
