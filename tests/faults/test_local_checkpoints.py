@@ -76,6 +76,14 @@ def test_killed_while_a_local_one_is_written_it_goes_on_from_the_one_before_and_
     assert not list(memory.iterdir())  # it is finished
 
 
+def homes_on(hosts: Hosts, directory: Path) -> tuple[list[Path], dict[str, Any]]:
+    """A home directory for each host, and where a job runs that has them."""
+    homes = [directory / f"host_{host}" for host in range(hosts.count)]
+    for home in homes:
+        home.mkdir()
+    return homes, {"hosts": hosts, "environment": [{"HOME": str(home)} for home in homes]}
+
+
 @pytest.mark.parametrize(
     ("ranks", "mesh"),
     [
@@ -88,10 +96,7 @@ def test_killed_while_a_local_one_is_written_it_goes_on_from_the_one_before_and_
 def test_two_hosts_go_on_from_what_both_have_and_from_the_checkpoint_where_one_has_lost_it(
     ranks: int, mesh: dict[str, int], hosts: Hosts, truth: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    homes = [tmp_path / f"host_{host}" for host in range(2)]
-    for home in homes:
-        home.mkdir()
-    where: dict[str, Any] = {"hosts": hosts, "environment": [{"HOME": str(home)} for home in homes]}
+    homes, where = homes_on(hosts, tmp_path)
     job = job_of(ranks, "~/memory", devices=ON_HOSTS | mesh)
     killed(job, tmp_path, 0, **where)
     first, last = f"ranks_0-{ranks // 2 - 1}", f"ranks_{ranks // 2}-{ranks - 1}"
@@ -124,11 +129,8 @@ def test_a_directory_that_hosts_share_is_refused_on_all_ranks(hosts: Hosts, tmp_
 @pytest.mark.parametrize("mesh", [{"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 4, "dp_shard": 1}])
 def test_hosts_on_their_own_go_on_from_the_midst_of_a_round(mesh: dict[str, int], hosts: Hosts, tmp_path: Path) -> None:
     """Each keeps its worker's own weights, and of the average what its ranks hold."""
-    straight = tmp_path / "straight"
-    homes = [tmp_path / f"host_{host}" for host in range(2)]
-    for directory in (straight, *homes):
-        directory.mkdir()
-    where: dict[str, Any] = {"hosts": hosts, "environment": [{"HOME": str(home)} for home in homes]}
+    straight, (_, where) = tmp_path / "straight", homes_on(hosts, tmp_path)
+    straight.mkdir()
     job = job_of(4, "~/memory", devices=ON_HOSTS | mesh, local_sgd={"every_n_steps": 8, "outer": "sgd"})
     with Attempt(replace(job, checkpoint={}), straight, hosts=hosts) as attempt:
         assert attempt.wait(60) == [0] * 4, attempt.report()
