@@ -141,7 +141,8 @@ class OwnLoader(DataLoader[Any]):
 def foreign_loader(kind: str, ranks: int) -> Any:
     """A rank's loader, whose pass does not end."""
     name, workers = kind.split("-")
-    options = {"num_workers": 2, "persistent_workers": workers == "persistent"}
+    persists = workers == "persistent"
+    options: dict[str, Any] = {"num_workers": 2, "persistent_workers": persists, "multiprocessing_context": "fork"}
     data = Slow(10_000, noise=0.1)
     loader = OwnLoader(data, 2, **options) if name == "own" else stateful_loader(data, 2, options)
     return PerRankLoader(loader) if ranks > 1 else loader
