@@ -1,20 +1,26 @@
 """What the tests of this folder save: small, quick, and with every kind of content."""
 
 import os
+import pickle
 import signal
-import subprocess
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from dream_trainer.checkpoint import typed_json
-from dream_trainer.checkpoint.store import Snapshot, write_checkpoint
-from dream_trainer.distributed.ranks import Ranks
+from tests.api import (
+    CheckpointError,
+    Ranks,
+    Snapshot,
+    load_tensors,
+    read_rank,
+    read_shared,
+    tensor_metadata,
+    write_checkpoint,
+)
 
 DESCRIPTION = {"epoch": 1, "samples_seen": 64, "mesh_shape": {"dp_shard": 1}, "config": {"seed": 0}, "metrics": {}}
 
@@ -53,6 +59,55 @@ def save(root: Path, step: int, *, world: Ranks | None = None, replace: bool = F
     return write_checkpoint(root, snapshot, world=Ranks.alone() if world is None else world, replace=replace)
 
 
+def read_all(path: Path) -> None:
+    """Reads all that `save` writes of one rank with `some_tensors`."""
+    read_shared(path)
+    read_rank(path, 0)
+    tensor_metadata(path)
+    load_tensors(path, some_tensors(), world=Ranks.alone())
+
+
+def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """The same names, and for each the same type, shape and bits."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
+        assert torch.equal(*(tensor.detach().flatten().view(torch.uint8) for tensor in (found[name], value))), name
+
+
+class Plant:
+    """An object that makes a directory when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return os.mkdir, (str(self.marker),)
+
+
+def place_tensors(directory: Path, **place: Any) -> None:
+    """Changes where `.metadata` says that the tensors are: their `relative_path`, `offset` or `length`."""
+    metadata = pickle.loads((directory / ".metadata").read_bytes())
+    for location in metadata.storage_data.values():
+        vars(location).update(place)
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def plant_shard(shard: Path, plant: Plant) -> None:
+    """Makes a shard a pickle that runs code, in which all tensors are said to be."""
+    torch.save(plant, shard)
+    place_tensors(shard.parent, offset=0, length=shard.stat().st_size)
+
+
+def outcome(function: Callable[[], object]) -> str:
+    """What a checkpoint's error says, after its kind."""
+    try:
+        function()
+    except CheckpointError as error:
+        return f"{type(error).__name__}: {error}"
+    return "ok"
+
+
 def flip(file: Path, at: float = 0.5) -> None:
     """Changes one bit."""
     content = bytearray(file.read_bytes())
@@ -88,13 +143,3 @@ def killed_at(call: int, function: Callable[[], object]) -> bool:
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
     return os.WIFSIGNALED(status)
-
-
-@contextmanager
-def small_disk(at: Path, size: str) -> Iterator[Path]:
-    """A file system of its own, of `size` as mount spells it."""
-    at.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", at], capture_output=True).returncode:
-        pytest.skip("mounting a file system needs root")
-    yield at
-    subprocess.run(["umount", at], check=True)

@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.api import KnownPlan, Ranks, load_tensors, write_checkpoint
 from tests.checkpoint.states import make_snapshot
+from tests.trainer.arithmetic import full
 from tests.worlds import run_world
 
 
@@ -41,12 +42,8 @@ class Saves:
         loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
         load_tensors(path, loaded, world=self.world)
         for name, tensor in tensors.items():
-            assert torch.equal(local(loaded[name]), local(tensor)), name
+            assert torch.equal(full(loaded[name]), full(tensor)), name
         return self.planned > planned
-
-
-def local(tensor: Any) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def test_only_a_save_of_other_tensors_is_planned(tmp_path: Path) -> None:

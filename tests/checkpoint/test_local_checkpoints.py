@@ -16,17 +16,26 @@ from tests.checkpoint.states import DESCRIPTION, make_snapshot, save
 MESH: dict[str, int] = DESCRIPTION["mesh_shape"]  # type: ignore[assignment]
 
 
-def local(directory: Path, *, run: str = "run", mesh: dict[str, int] = MESH, world: api.Ranks | None = None) -> Any:
-    alone = world or api.Ranks.alone()
+def local(
+    directory: Path,
+    *,
+    run: str = "run",
+    mesh: dict[str, int] = MESH,
+    world: api.Ranks | None = None,
+    host: api.Ranks | None = None,
+    ranks: range = range(1),
+) -> Any:
+    """What a rank of `world` keeps, in a host with these `ranks`; by default there is one rank."""
+    world = world or api.Ranks.alone()
     return api.LocalCheckpoints(
         directory / "memory",
         experiment="e",
         root=directory / run,
         mesh_shape=mesh,
-        ranks=range(1),
-        world=alone,
-        beside=alone,
-        host=alone,
+        ranks=ranks,
+        world=world,
+        beside=world,
+        host=host or world,
     )
 
 
@@ -196,17 +205,7 @@ def test_room_is_made_for_hosts_and_stages(stages: int, hosts: list[range], writ
         for rank in ranks:
             world = api.Ranks(rank, 4, None, stages=stages)
             host = api.Ranks(rank - ranks[0], len(ranks), None)
-            run = api.LocalCheckpoints(
-                tmp_path,
-                experiment="e",
-                root=tmp_path,
-                mesh_shape=MESH,
-                ranks=ranks,
-                world=world,
-                beside=world,
-                host=host,
-            )
-            found[rank] = run._bytes(snapshot)
+            found[rank] = local(tmp_path, world=world, host=host, ranks=ranks)._bytes(snapshot)
     of_tensors = sum(tensor.nbytes for tensor in snapshot.tensors.values())
     least = min(found.values()) - of_tensors * (len(writing) == 4)
     assert [rank for rank, n_bytes in found.items() if n_bytes == least + of_tensors] == writing

@@ -5,60 +5,48 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests import api
-from tests.checkpoint.states import save
-
-
-class Language(nn.Module):
-    """Tied weights, a persistent and a transient buffer, BatchNorm, and extra state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(6, 4)
-        self.norm = nn.BatchNorm1d(4)
-        self.head = nn.Linear(4, 6, bias=False)
-        self.head.weight = self.embedding.weight
-        self.register_buffer("scale", torch.randn(3))
-        self.register_buffer("table", torch.randn(3), persistent=False)
-        self.seen: dict[int, str] = {}
-
-    def get_extra_state(self) -> dict[int, str]:
-        return self.seen
-
-    def set_extra_state(self, state: dict[int, str]) -> None:
-        self.seen = state
+from tests.checkpoint.states import assert_same_bits, save
+from tests.weights.weight_cases import Net
 
 
 def fresh(seed: int) -> dict[str, nn.Module]:
     torch.manual_seed(seed)
-    return {"language": Language(), "head.a": nn.Linear(2, 2)}
+    return {"language": Net(), "head.a": nn.Linear(2, 2)}
 
 
 def test_a_model_is_restored_bit_for_bit_and_what_is_tied_stays_tied(tmp_path: Path) -> None:
     models, others = fresh(0), fresh(1)
-    models["language"].norm(torch.randn(5, 4))
+    models["language"].norm(torch.randn(6, 5))
     path = save(tmp_path, 1, tensors=api.model_tensors(models))
     assert "models.language.head.weight" not in api.tensor_metadata(path)
 
-    table = others["language"].table.clone()
+    derived = others["language"].derived.fill_(7)
     api.load_tensors(path, api.model_tensors(others), world=api.Ranks.alone())
     for name, model in models.items():
-        for key, value in model.state_dict().items():
-            if isinstance(value, Tensor):
-                assert torch.equal(others[name].state_dict()[key], value), key
-    assert others["language"].head.weight is others["language"].embedding.weight
+        assert_same_bits(others[name].state_dict(), model.state_dict())
+    assert others["language"].head.weight is others["language"].embed.weight
     assert others["language"].norm.num_batches_tracked == 1
-    assert torch.equal(others["language"].table, table)
+    assert (derived == 7).all()
 
 
 def test_extra_state_comes_back_with_its_types(tmp_path: Path) -> None:
-    models, others = fresh(0), fresh(1)
-    models["language"].seen = {3: "three"}
+    class Seeing(nn.Linear):
+        seen: dict[int, str] = {}
+
+        def get_extra_state(self) -> dict[int, str]:
+            return self.seen
+
+        def set_extra_state(self, state: dict[int, str]) -> None:
+            self.seen = state
+
+    models, others = {"net": Seeing(1, 1)}, {"net": Seeing(1, 1)}
+    models["net"].seen = {3: "three"}
     path = save(tmp_path, 1, shared={"extra": api.model_extra_state(models)})
     api.load_model_extra_state(others, api.read_shared(path)["extra"])
-    assert others["language"].seen == {3: "three"}
+    assert others["net"].seen == {3: "three"}
 
 
 @pytest.mark.pitfall(38)

@@ -1,7 +1,6 @@
 """Random generators go on as if nothing had happened."""
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +11,6 @@ from tests.api import CheckpointError, random_state, read_rank, set_random_state
 from tests.checkpoint.states import save
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _generators_left_as_found() -> Iterator[None]:
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    yield
-    random.setstate(before[0])
-    np.random.set_state(before[1])
-    torch.set_rng_state(before[2])
 
 
 def draws() -> list[float]:

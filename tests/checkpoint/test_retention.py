@@ -85,35 +85,6 @@ def test_the_best_is_a_number_and_the_earlier_of_equals(values: tuple[Any, ...],
     assert (found and found.step) == best
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ({"keep_last": 0}, "keep_last=0 is too small"),
-        ({"keep_every_n_steps": 1.5}, r"keep_every_n_steps=1\.5"),
-        ({"keep_best": 1}, "needs a metric"),
-        ({"best_mode": "smallest"}, "best_mode='smallest'"),
-    ],
-)
-def test_a_policy_that_cannot_work_is_named(arguments: dict[str, Any], told: str) -> None:
-    with pytest.raises(api.ConfigError, match=told):
-        api.CheckpointParameters(**arguments)
-
-
-@pytest.mark.pitfall(30)
-@pytest.mark.parametrize("after_each_save", [True, False])
-def test_the_best_and_the_last_stay_whenever_it_runs(tmp_path: Path, after_each_save: bool) -> None:
-    for step, value in enumerate(METRICS, start=1):
-        save_with(tmp_path, step, value)
-        if after_each_save:
-            removed = api.retire(tmp_path, POLICY)
-            assert all(not path.exists() for path in removed)
-    api.retire(tmp_path, POLICY)
-    assert {path.name for path in tmp_path.iterdir()} == {"step_00000002", "step_00000005", "step_00000006"}
-    for manifest in api.list_checkpoints(tmp_path):
-        api.verify_checkpoint(manifest.path, world=api.Ranks.alone())
-    assert api.retire(tmp_path, POLICY) == []
-
-
 @pytest.mark.pitfall(30)
 def test_what_is_not_whole_neither_counts_nor_is_removed(tmp_path: Path) -> None:
     for step in range(1, 6):

@@ -3,13 +3,10 @@
 The attacker is thorough: sizes and checksums in the manifest are made to fit.
 """
 
-import io
-import os
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,19 +14,17 @@ import torch.distributed.checkpoint as dcp
 
 from dream_trainer.checkpoint import typed_json
 from tests import api
-from tests.checkpoint.states import save, some_tensors
+from tests.checkpoint.states import (
+    Plant,
+    assert_same_bits,
+    place_tensors,
+    plant_shard,
+    read_all,
+    save,
+    some_tensors,
+)
 
 pytestmark = pytest.mark.pitfall(43)
-
-
-class Payload:
-    """Pickles to a call that leaves a file behind."""
-
-    def __init__(self, trace: Path) -> None:
-        self.trace = trace
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.trace),)
 
 
 def by_way_of_an_allowed_module(trace: Path, protocol: int = 4) -> bytes:
@@ -64,19 +59,12 @@ def path(tmp_path: Path) -> Path:
     return save(tmp_path / "checkpoints", 1, rank_tensors={"c": torch.ones(3)})
 
 
-def read_all(path: Path) -> None:
-    api.read_shared(path)
-    api.read_rank(path, 0)
-    api.tensor_metadata(path)
-    api.load_tensors(path, some_tensors(), world=api.Ranks.alone())
-
-
 def metadata_payload(trace: Path) -> bytes:
-    return pickle.dumps(Payload(trace))
+    return pickle.dumps(Plant(trace))
 
 
 def metadata_hidden_payload(trace: Path) -> bytes:
-    return pickle.dumps(dcp.Metadata({}, planner_data=Payload(trace), storage_data={}))
+    return pickle.dumps(dcp.Metadata({}, planner_data=Plant(trace), storage_data={}))
 
 
 @pytest.mark.parametrize(
@@ -96,26 +84,19 @@ def test_code_in_the_metadata_is_refused_by_name(path: Path, make: Callable[[Pat
 
 def test_code_in_a_shard_is_refused(path: Path, tmp_path: Path) -> None:
     trace = tmp_path / "ran"
-    content = io.BytesIO()
-    torch.save(Payload(trace), content)
-    shard = path / "__0_0.distcp"
-    metadata = pickle.loads((path / ".metadata").read_bytes())
-    for location in metadata.storage_data.values():
-        location.offset, location.length = 0, len(content.getvalue())
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    shard.write_bytes(content.getvalue())
+    plant_shard(path / "__0_0.distcp", Plant(trace))
     reseal(path)
     with pytest.raises(api.DamagedCheckpointError, match=r"__0_0\.distcp asks for \S*mkdir"):
         api.load_tensors(path, some_tensors(), world=api.Ranks.alone())
     assert not trace.exists()
-    torch.load(shard, weights_only=False)
+    torch.load(path / "__0_0.distcp", weights_only=False)
     assert trace.exists()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_an_entry_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
     trace = tmp_path / "ran"
-    dcp.save({"w": torch.ones(1), "x": Payload(trace)}, checkpoint_id=tmp_path / "dcp")
+    dcp.save({"w": torch.ones(1), "x": Plant(trace)}, checkpoint_id=tmp_path / "dcp")
     with pytest.raises(api.DamagedCheckpointError, match="which is not a tensor"):
         api.parse_metadata((tmp_path / "dcp" / ".metadata").read_bytes(), tmp_path / "dcp" / ".metadata")
     assert not trace.exists()
@@ -124,7 +105,7 @@ def test_an_entry_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["shared.json", "rank_00000.json", "rank_00000.safetensors", "manifest.json"])
 def test_pickles_in_place_of_the_other_files_are_not_run(path: Path, name: str, tmp_path: Path) -> None:
     trace = tmp_path / "ran"
-    (path / name).write_bytes(pickle.dumps(Payload(trace)))
+    (path / name).write_bytes(pickle.dumps(Plant(trace)))
     if name != "manifest.json":
         reseal(path)
     with pytest.raises(api.DamagedCheckpointError, match=name.replace(".", r"\.")):
@@ -142,10 +123,7 @@ def test_a_manifest_cannot_lead_out_of_its_directory(path: Path, name: str) -> N
 
 
 def test_metadata_cannot_lead_out_of_the_directory(path: Path) -> None:
-    metadata = pickle.loads((path / ".metadata").read_bytes())
-    for location in metadata.storage_data.values():
-        location.relative_path = "../../outside"
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    place_tensors(path, relative_path="../../outside")
     reseal(path)
     with pytest.raises(api.DamagedCheckpointError, match="has no file"):
         api.load_tensors(path, some_tensors(), world=api.Ranks.alone())
@@ -158,5 +136,4 @@ def test_tensors_of_every_type_that_models_use_are_read(tmp_path: Path) -> None:
     path = save(tmp_path, 1, tensors=written)
     read = {name: torch.zeros_like(value) for name, value in written.items()}
     api.load_tensors(path, read, world=api.Ranks.alone())
-    for name, value in written.items():
-        assert torch.equal(read[name].view(torch.uint8), value.view(torch.uint8)), name
+    assert_same_bits(read, written)

@@ -1,29 +1,17 @@
 """A Saver by itself: a counter stands in for the trainer, and the files are real."""
 
-import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from tests import api
 from tests.checkpoint.states import DESCRIPTION, make_snapshot, save
 
 NOTHING: dict[str, Any] = {"save_every_n_epochs": None, "save_at_end": False}
-
-
-class Clock:
-    """Seconds that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class HeldCopies(api.HostCopies):
@@ -49,7 +37,7 @@ class Counter:
         **parameters: Any,
     ) -> None:
         self.parameters = api.CheckpointParameters(**parameters)
-        self.directory, self.clock = directory, Clock()
+        self.directory, self.now = directory, 0.0
         self.step, self.has_pending_work = 0, False
         self.saved: list[int] = []
         self.warmed: list[int] = []
@@ -70,12 +58,12 @@ class Counter:
             on_lost=self.lose,
             patience=nullcontext,
             say_once=lambda key, message: self.said.append(message),
-            clock=self.clock,
+            clock=lambda: self.now,
             only_when_called=only_when_called,
         )
 
     def snapshot(self, metrics: dict[str, float], copies: api.HostCopies | None) -> api.Snapshot:
-        self.clock.now += 1  # what training waits for
+        self.now += 1  # what training waits for
         return make_snapshot(self.step, description=DESCRIPTION | {"metrics": metrics})
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -91,12 +79,12 @@ class Counter:
         self.saver.heard(int(saving), int(failed))
         return due
 
-    def train(self, windows: int = 1, *, seconds: float = 0.0, epoch: int | None = None, is_last: bool = False) -> None:
+    def train(self, windows: int = 1, *, seconds: float = 0.0, is_last: bool = False) -> None:
         for _ in range(windows):
             requested = self.speak()
             self.step += 1
-            self.clock.now += seconds
-            self.saver.save_if_due(step=self.step, epoch=epoch, is_last=is_last, requested=requested)
+            self.now += seconds
+            self.saver.save_if_due(step=self.step, epoch=None, is_last=is_last, requested=requested)
 
     def ask(self) -> None:
         """As a request does that comes between two windows."""
@@ -117,14 +105,6 @@ def counting(directory: Path, **options: Any) -> Iterator[Counter]:
     run = Counter(directory, **options)
     yield run
     run.finish()
-
-
-def test_it_saves_by_epochs(tmp_path: Path) -> None:
-    with counting(tmp_path, **NOTHING | {"save_every_n_epochs": 2}) as run:
-        for epoch in (1, 2, 3, 4):
-            run.train(2)
-            run.train(epoch=epoch)
-    assert run.saved == [6, 12]
 
 
 def test_a_step_is_saved_once_and_anew_when_what_it_owed_is_done_or_one_calls_for_it(tmp_path: Path) -> None:
@@ -160,22 +140,6 @@ def test_what_saves_only_when_it_is_called_does(tmp_path: Path) -> None:
         assert run.saved == [3]
 
 
-def test_a_save_due_while_one_is_written_is_skipped_if_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    copies = HeldCopies()
-    caplog.set_level(logging.INFO, "dream_trainer")
-    with counting(tmp_path, copies=copies, when_busy="skip", **NOTHING | {"save_every_n_steps": 1}) as run:
-        run.train(3)
-        assert run.saver.writing.is_busy
-        assert run.saved == []
-        copies.gate.set()
-        while run.saver.writing.is_busy:
-            pass
-        run.train()
-        assert run.saved == [1]
-    assert run.saved == [1, 4]
-    assert "step 3 is not saved: the last checkpoint is still being written" in caplog.text
-
-
 def test_a_clock_that_runs_out_while_one_is_written_waits_with_it_or_skips(tmp_path: Path) -> None:
     for when_busy in ("skip", "wait"):
         copies = HeldCopies()
@@ -183,7 +147,7 @@ def test_a_clock_that_runs_out_while_one_is_written_waits_with_it_or_skips(tmp_p
             tmp_path / when_busy, copies=copies, when_busy=when_busy, **NOTHING | {"save_every_n_minutes": 1.0}
         ) as run:
             run.saver.save_if_due(step=None, epoch=None, is_last=False, requested=True)
-            run.clock.now += 61
+            run.now += 61
             assert run.saver.flags() == (when_busy == "wait", True, False)
             copies.gate.set()
 
@@ -225,25 +189,14 @@ def test_an_exception_does_not_save_if_the_config_says_so(tmp_path: Path) -> Non
     assert run.saved == []
 
 
-def goes_on_from(saver: api.Saver, manifest: api.Manifest, *, is_own: bool) -> None:
-    saver.goes_on_from(manifest.step, manifest.metrics, is_own=is_own, has_pending_work=False)
-
-
 def test_a_run_that_comes_back_to_its_own_checkpoints_keeps_them(tmp_path: Path) -> None:
     own, other = tmp_path / "own", tmp_path / "other"
     for step in (1, 2, 3, 4):
         save(own, step)
     theirs = api.read_manifest(save(other, 2))
     with counting(own, **NOTHING | {"save_every_n_steps": 1}) as run:
-        goes_on_from(run.saver, theirs, is_own=False)
-        goes_on_from(run.saver, api.list_checkpoints(own)[-1], is_own=True)
+        for manifest, is_own in ((theirs, False), (api.list_checkpoints(own)[-1], True)):
+            run.saver.goes_on_from(manifest.step, manifest.metrics, is_own=is_own, has_pending_work=False)
         run.step = 4
         run.train()
     assert run.on_disk == [1, 2, 3, 4, 5]
-
-
-def test_what_never_saves_answers_the_loop() -> None:
-    saving = api.Saving()
-    saving.save_if_due(step=1, epoch=1, is_last=True, requested=True)
-    saving.save_after_exception(1)
-    assert (saving.flags(), saving.seconds) == ((False, False, False), 0.0)

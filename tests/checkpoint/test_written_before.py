@@ -2,7 +2,6 @@
 
 import json
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 import dream_trainer as dt
 from tests.api import main
+from tests.checkpoint.states import assert_same_bits
 from tests.checkpoint.written_by_0_1.run import LAST_STEP, STOP_AFTER, Network, arithmetic, expected, put_run, train
 from tests.worlds import run_world
 
@@ -20,21 +20,10 @@ NAMES = ["one_rank", "two_ranks", "two_replicas"]
 RANKS = {"one_rank": 1, "two_ranks": 2, "two_replicas": 2}
 
 
-def go_on(name: str, directory: str) -> dict[str, Any]:
-    """On each rank: resumes the copy in `directory` and trains to the end."""
-    return go_on_as(name, directory, replicated=name == "two_replicas")
-
-
-def go_on_as(name: str, directory: str, *, replicated: bool) -> dict[str, Any]:
-    """The same, replicated or sharded whatever it was."""
+def go_on(name: str, directory: str, replicated: bool) -> dict[str, Any]:
+    """On each rank: resumes the copy in `directory`, replicated or sharded, and trains to the end."""
     os.chdir(directory)
     return train(name, replicated=replicated)
-
-
-def assert_equal(found: dict[str, Tensor], before: dict[str, Tensor]) -> None:
-    """Bit for bit."""
-    assert found.keys() == before.keys()
-    assert not [name for name, value in before.items() if not torch.equal(found[name], value)]
 
 
 def assert_same_end(result: dict[str, Any], end: dict[str, Tensor], told: dict[str, Any]) -> None:
@@ -42,7 +31,7 @@ def assert_same_end(result: dict[str, Any], end: dict[str, Tensor], told: dict[s
     found = json.loads(json.dumps(result["told"]))
     made_by = told.pop("arithmetic")
     if made_by == arithmetic():
-        assert_equal(result["tensors"], end)
+        assert_same_bits(result["tensors"], end)
         assert found == told
         return
     assert result["tensors"].keys() == end.keys()
@@ -69,9 +58,9 @@ def assert_close(found: Any, before: Any) -> None:
 def test_a_run_goes_on_as_the_version_that_wrote_it_went_on(name: str, tmp_path: Path) -> None:
     run_dir = put_run(name, tmp_path, name)
     loaded, end, told = expected(name)
-    results = run_world(go_on, RANKS[name], name, str(tmp_path))
+    results = run_world(go_on, RANKS[name], name, str(tmp_path), name == "two_replicas")
     assert results[0]["told"]["global_step"] == LAST_STEP
-    assert_equal(results[0]["loaded"], loaded)
+    assert_same_bits(results[0]["loaded"], loaded)
     assert_same_end(results[0], end, told)
     assert [path.name for path in sorted((run_dir / "checkpoints").iterdir())] == [
         f"step_{step:08d}" for step in (STOP_AFTER, 8, LAST_STEP)
@@ -92,8 +81,8 @@ def test_a_run_goes_on_as_the_version_that_wrote_it_went_on(name: str, tmp_path:
 def test_a_run_goes_on_in_another_layout(name: str, ranks: int, replicated: bool, tmp_path: Path) -> None:
     put_run(name, tmp_path, name)
     loaded, _, told = expected(name)
-    results = run_world(partial(go_on_as, replicated=replicated), ranks, name, str(tmp_path))
-    assert_equal(results[0]["loaded"], loaded)
+    results = run_world(go_on, ranks, name, str(tmp_path), replicated)
+    assert_same_bits(results[0]["loaded"], loaded)
     found = results[0]["told"]
     assert found["batches_trained"] == told["batches_trained"]
     assert found["rates"] == told["rates"]
@@ -125,7 +114,7 @@ def test_its_weights_are_exported_as_they_are(name: str, which: str, tmp_path: P
     loaded = expected(name)[0]
     own = {key.removeprefix("model."): value for key, value in loaded.items() if key.startswith("model.")}
     averages = {key.removeprefix("ema."): value for key, value in loaded.items() if key.startswith("ema.")}
-    assert_equal(load_file(out), own | averages if which == "ema" else own)
+    assert_same_bits(load_file(out), own | averages if which == "ema" else own)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -134,7 +123,7 @@ def test_its_weights_load_into_a_model(name: str, tmp_path: Path) -> None:
     model = Network().double()
     dt.load_weights(model, run_dir / "checkpoints" / f"step_{STOP_AFTER:08d}")
     loaded = expected(name)[0]
-    assert_equal(
+    assert_same_bits(
         {f"model.{key}": value for key, value in model.state_dict().items()},
         {key: value for key, value in loaded.items() if key.startswith("model.")},
     )

@@ -15,7 +15,6 @@ import contextlib
 import hashlib
 import json
 import os
-import random
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -23,18 +22,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader
 
 import dream_trainer as dt
-from tests.api import DistributedDataLoader, named_step
+from tests.api import DistributedDataLoader, PerRankLoader, named_step
 from tests.faults.phases import Fault, arm
-from tests.trainer.resumable import CLASSES, FEATURES, Network, state_tensors
+from tests.trainer.resumable import Augmented, Network, state_tensors, stateful_loader
+from tests.trainer.saves import Validated
 
 STEPS_PER_EPOCH = 12
 VALIDATE_EVERY = 4
@@ -60,6 +59,8 @@ class Job:
     n_steps: int = 24
     step_seconds: float = 0.01
     workers: int = 0
+    foreign: str | None = None
+    """"own" or "stateful": a training loader that is not ours, with "-plain" or "-persistent" workers."""
     checkpoint: dict[str, Any] = field(default_factory=lambda: {"save_every_n_steps": 2})
     devices: dict[str, Any] = field(default_factory=dict)
     local_sgd: dict[str, Any] | None = None
@@ -111,40 +112,40 @@ class Diary(dt.Callback):
         self.write(f"interrupted {trainer.global_step}")
 
 
-class Validations(dt.Callback):
-    """Every validation of the run, through all restarts."""
-
-    def __init__(self) -> None:
-        self.found: list[tuple[int, dict[str, float]]] = []
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"found": self.found}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.found = list(state["found"])
-
-    def post_val_epoch(self, trainer: Any, metrics: dict[str, float]) -> None:
-        self.found.append((trainer.global_step, metrics))
-
-
-class Points(Dataset[tuple[Tensor, int]]):
+class Points(Augmented):
     """Labelled points, moved a little at each visit; one of them makes one rank wait."""
 
     def __init__(self, length: int, pause: Pause | None, marker: Path) -> None:
-        generator = torch.Generator().manual_seed(3)
-        self.points = torch.randn(length, FEATURES, dtype=torch.float64, generator=generator)
-        self.labels = torch.randint(CLASSES, (length,), generator=generator).tolist()
+        super().__init__(length, noise=0.1)
         self.pause, self.marker, self.visits = pause, marker, 0
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
         if self.pause is not None and self.visits == self.pause.sample:
             take(self.pause, self.marker)
         self.visits += 1
-        noise = torch.randn(FEATURES) + np.random.normal() + random.gauss(0.0, 1.0)
-        return self.points[index] + 0.1 * noise, self.labels[index]
+        return super().__getitem__(index)
+
+
+class Slow(Augmented):
+    """Samples that workers are still loading whenever a signal comes."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
+        time.sleep(0.02)
+        return super().__getitem__(index)
+
+
+class OwnLoader(DataLoader[Any]):
+    """A user's class."""
+
+
+def foreign_loader(kind: str, ranks: int) -> Any:
+    """A rank's loader, whose pass does not end."""
+    name, workers = kind.split("-")
+    persists = workers == "persistent"
+    options: dict[str, Any] = {"num_workers": 2, "persistent_workers": persists, "multiprocessing_context": "fork"}
+    data = Slow(10_000, noise=0.1)
+    loader = OwnLoader(data, 2, **options) if name == "own" else stateful_loader(data, 2, options)
+    return PerRankLoader(loader) if ranks > 1 else loader
 
 
 def take(pause: Pause, marker: Path) -> None:
@@ -179,7 +180,10 @@ class Trainer(dt.DreamTrainer):
             return DistributedDataLoader(Points(length, pause, self.marker), 2, **workers, **options)
 
         # One sample too many for whole batches in each.
-        return loader(STEPS_PER_EPOCH * 2 * self.job.ranks + 1, "train", shuffle=True), loader(9, "val")
+        train: Any = loader(STEPS_PER_EPOCH * 2 * self.job.ranks + 1, "train", shuffle=True)
+        if self.job.foreign is not None:
+            train = foreign_loader(self.job.foreign, self.job.ranks)
+        return train, loader(9, "val")
 
     def configure_optimizers(self) -> None:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02, weight_decay=0.1)
@@ -187,17 +191,17 @@ class Trainer(dt.DreamTrainer):
     def configure_schedulers(self) -> None:
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, self.job.n_steps)
 
-    def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def _loss(self, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         return cross_entropy(self.model(batch[0]), batch[1])
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
         time.sleep(self.job.step_seconds)
         loss = self._loss(batch)
         self.backward(loss)
         self.step(self.model, self.optimizer, self.scheduler)
         return {"loss": loss}
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+    def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
         return {"loss": self._loss(batch)}
 
 
@@ -209,7 +213,7 @@ class LocalTrainer(Trainer, dt.LocalSGDMixin):
 class LocalConfig(dt.DreamTrainerConfig, dt.LocalSGDConfigMixin): ...
 
 
-def make_trainer(job: Job, diary: Diary, validations: Validations) -> Trainer:
+def make_trainer(job: Job, diary: Diary, validations: Validated) -> Trainer:
     rounds = {} if job.local_sgd is None else {"local_sgd_parameters": dt.LocalSGDParameters(**job.local_sgd)}
     config_class = LocalConfig if rounds else dt.DreamTrainerConfig
     config = config_class(
@@ -233,14 +237,14 @@ def make_trainer(job: Job, diary: Diary, validations: Validations) -> Trainer:
     return LocalTrainer(config, job) if rounds else Trainer(config, job)
 
 
-def outcome(trainer: Trainer, validations: Validations) -> dict[str, Any]:
+def outcome(trainer: Trainer, validations: Validated) -> dict[str, Any]:
     """What two runs that are the same have in common, bit for bit; a collective."""
     tensors = state_tensors(trainer)
     return {
         "step": trainer.global_step,
         "tensors": {name: digest(tensor) for name, tensor in sorted(tensors.items())},
         "lr": trainer.optimizer.param_groups[0]["lr"],
-        "validations": validations.found,
+        "validations": validations._found,
     }
 
 
@@ -261,7 +265,7 @@ def main(job: Job, attempt: int) -> None:
         import_module(job.imports)
     if job.fault is not None:
         arm(job.fault, rank, directory)
-    diary, validations = Diary(directory, rank), Validations()
+    diary, validations = Diary(directory, rank), Validated()
     trainer = make_trainer(job, diary, validations)
     trainer.fit()
     found = outcome(trainer, validations)

@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.api import Ranks, step_directories, verify_checkpoint
 from tests.faults.job import Job, run_dir
-from tests.faults.phases import Fault
+from tests.faults.phases import PHASES, Fault
 from tests.faults.ranks import Attempt
 
 SAVE_EVERY = 2
@@ -20,15 +20,7 @@ SECONDS_TO_NOTICE = 15.0
 """How long a rank may go on after another was killed."""
 SECONDS_OF_A_RUN = 180  # a run that hangs; on a busy machine one takes a minute
 RANDOM = "at a random instant"
-KINDS = (
-    RANDOM,
-    "after staging",
-    "after the first shard",
-    "before the manifest",
-    "before the rename",
-    "after the rename",
-    "in the midst of retention",
-)
+KINDS = (RANDOM, *(phase for phase in PHASES if phase != "before its own shard"))  # at which disks fill up
 
 
 @dataclass(frozen=True)

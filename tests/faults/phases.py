@@ -1,4 +1,4 @@
-"""The named phases of a save, and what can befall a process that passes one: a kill, an error, a delay.
+"""The named phases of a save, and what can befall a process that passes one: a kill, a delay, a full disk.
 
 The product knows nothing of this. The training script replaces one function of the product in its own process, once,
 before training. Every name is looked up when it is replaced, so one that was renamed is an error and no kill that never
@@ -45,8 +45,8 @@ class Fault:
 
     phase: str
     does: str = "kill"
-    """"kill": SIGKILL to `victims`; "raise": a RuntimeError; "sleep": for `seconds`; "fill": after `seconds`, by when
-    the other ranks have written, the disk that holds `path`."""
+    """"kill": SIGKILL to `victims`; "sleep": for `seconds`; "fill": after `seconds`, by when the other ranks have
+    written, the disk that holds `path`."""
     rank: int = 0
     """Whose passing counts. Rank 0 alone writes the manifest, renames and retires."""
     calls: tuple[int, ...] = (1,)
@@ -118,8 +118,6 @@ def _arm_removal(fault: Fault, directory: Path) -> None:
 def strike(fault: Fault, directory: Path) -> None:
     """Does it."""
     (directory / "struck").touch()
-    if fault.does == "raise":
-        raise RuntimeError("the test broke the writer")
     if fault.does in ("sleep", "fill"):
         time.sleep(fault.seconds)
         if fault.does == "fill":

@@ -5,13 +5,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.faults.job import Job
-from tests.faults.kills import SECONDS_OF_A_RUN, listed, outcome, straight
+from tests.faults.kills import SECONDS_OF_A_RUN, listed, outcome
 from tests.faults.phases import Fault
 from tests.faults.ranks import Attempt
 from tests.faults.small_disk import SmallDisk
@@ -37,20 +38,6 @@ def remount(disk: SmallDisk, option: str) -> None:
         time.sleep(0.001)
 
 
-@pytest.fixture(scope="module")
-def truth(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
-    """The outcome of the undisturbed run by number of ranks."""
-    found: dict[int, dict[str, Any]] = {}
-
-    def of(ranks: int) -> dict[str, Any]:
-        if ranks not in found:
-            found[ranks] = straight(job_for(ranks=ranks, is_async=False), tmp_path_factory.mktemp("straight"))
-            del found[ranks]["kept"]
-        return found[ranks]
-
-    return of
-
-
 def job_for(*, ranks: int = 2, is_async: bool, on_error: str = "raise", fault: Fault | None = None) -> Job:
     options = {"save_every_n_steps": 2, "async_save": is_async, "on_save_error": on_error}
     return Job(ranks=ranks, step_seconds=0.05, checkpoint=options, fault=fault)
@@ -72,12 +59,7 @@ def check_goes_on(job: Job, directory: Path, truth: dict[str, Any], newest: int)
     assert outcome(directory) == truth
 
 
-ASYNC = pytest.mark.parametrize(
-    "is_async", [pytest.param(False, id="sync", marks=pytest.mark.slow), pytest.param(True, id="async")]
-)
-
-
-@ASYNC
+@pytest.mark.parametrize("is_async", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_disk_that_is_full_for_one_rank_is_an_error_on_all(
     is_async: bool, disk: SmallDisk, truth: Callable[[int], dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -93,82 +75,48 @@ def test_a_disk_that_is_full_for_one_rank_is_an_error_on_all(
     assert listed(tmp_path) == [*range(2, job.n_steps + 1, 2)]
 
 
-@ASYNC
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_with_warn_the_run_outlives_a_full_disk_and_saves_again(
-    ranks: int, is_async: bool, disk: SmallDisk, truth: Callable[[int], dict[str, Any]], tmp_path: Path
+@pytest.mark.parametrize("is_async", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_disk_that_turns_read_only_is_an_error_on_all(
+    is_async: bool, disk: SmallDisk, truth: Callable[[int], dict[str, Any]], tmp_path: Path
 ) -> None:
-    job = job_for(ranks=ranks, is_async=is_async, on_error="warn")
-    with Attempt(job, tmp_path) as attempt:
-        assert attempt.wait_for("saved 4"), attempt.report()
-        disk.fill()
-        step = attempt.numbers("step")[-1]
-        assert attempt.wait_for(f"step {step + 6}"), attempt.report()
-        disk.empty()
-        assert attempt.wait(SECONDS_OF_A_RUN) == [0] * ranks, attempt.report()
-        assert "No space left on device" in attempt.error(0), attempt.report()
-    steps = listed(tmp_path)
-    assert steps[:2] == [2, 4]
-    assert not {step + 4, step + 5} & {*steps}
-    assert {22, 24} <= {*steps}
-    assert outcome(tmp_path) == truth(ranks)
-
-
-@pytest.mark.parametrize(
-    ("is_async", "on_error"),
-    [
-        (False, "raise"),
-        pytest.param(False, "warn", marks=pytest.mark.slow),
-        pytest.param(True, "raise", marks=pytest.mark.slow),
-        (True, "warn"),
-    ],
-)
-def test_a_disk_that_turns_read_only(
-    is_async: bool, on_error: str, disk: SmallDisk, truth: Callable[[int], dict[str, Any]], tmp_path: Path
-) -> None:
-    job = job_for(is_async=is_async, on_error=on_error)
+    job = job_for(is_async=is_async)
     with Attempt(job, tmp_path) as attempt:
         assert attempt.wait_for("saved 4"), attempt.report()
         remount(disk, "ro")
         before = listed(tmp_path)
-        if on_error == "raise":
-            check_all_fail(attempt, "Read-only file system")
-            assert listed(tmp_path) == before
-            remount(disk, "rw")
-        else:
-            step = attempt.numbers("step")[-1]
-            assert attempt.wait_for(f"step {step + 6}"), attempt.report()
-            remount(disk, "rw")
-            assert attempt.wait(SECONDS_OF_A_RUN) == [0] * job.ranks, attempt.report()
-            assert "Read-only file system" in attempt.error(0), attempt.report()
-    if on_error == "raise":
-        check_goes_on(job, tmp_path, truth(2), newest=before[-1])
+        check_all_fail(attempt, "Read-only file system")
+    assert listed(tmp_path) == before
+    remount(disk, "rw")
+    check_goes_on(job, tmp_path, truth(2), newest=before[-1])
     assert listed(tmp_path)[-2:] == [22, 24]
-    assert outcome(tmp_path) == truth(2)
 
 
-@pytest.mark.pitfall(31)
 @pytest.mark.parametrize(
-    ("ranks", "phase", "rank", "is_async"),
+    ("fault", "ranks", "is_async"),
     [
-        (2, "after the first shard", 1, True),
-        pytest.param(2, "after the first shard", 1, False, marks=pytest.mark.slow),
-        (1, "before the manifest", 0, False),
-        pytest.param(2, "before the rename", 0, True, marks=pytest.mark.slow),
+        *(("full", 1, True), ("read-only", 2, True)),
+        *(pytest.param("full", *case, marks=pytest.mark.slow) for case in ((1, False), (2, True), (2, False))),
+        pytest.param("read-only", 2, False, marks=pytest.mark.slow),
     ],
 )
-def test_a_writer_that_raises_is_an_error_on_all_ranks(
-    ranks: int, phase: str, rank: int, is_async: bool, truth: Callable[[int], dict[str, Any]], tmp_path: Path
+def test_with_warn_the_run_outlives_a_disk_that_takes_nothing_and_saves_again(
+    fault: str, ranks: int, is_async: bool, disk: SmallDisk, truth: Callable[[int], dict[str, Any]], tmp_path: Path
 ) -> None:
-    job = job_for(ranks=ranks, is_async=is_async, fault=Fault(phase=phase, does="raise", rank=rank, calls=(3,)))
+    breaks, mends, told = {
+        "full": (disk.fill, disk.empty, "No space left on device"),
+        "read-only": (partial(remount, disk, "ro"), partial(remount, disk, "rw"), "Read-only file system"),
+    }[fault]
+    job = job_for(ranks=ranks, is_async=is_async, on_error="warn")
     with Attempt(job, tmp_path) as attempt:
-        check_all_fail(attempt, "the test broke the writer")
-        errors = [attempt.error(rank) for rank in range(ranks)]
-        assert any("phases.py" in error for error in errors), f"no original traceback\n{attempt.report()}"
-        last = max(attempt.numbers("step"))
-        assert last <= 8  # heard at the next step, not at the next save
-    if ranks == 1:
-        assert listed(tmp_path) == [2, 4, last]  # one process saves what it has when it fails
-    else:
-        assert listed(tmp_path) == [2, 4]
-    check_goes_on(job, tmp_path, truth(ranks), newest=listed(tmp_path)[-1])
+        assert attempt.wait_for("saved 4"), attempt.report()
+        breaks()
+        step = attempt.numbers("step")[-1]
+        assert attempt.wait_for(f"step {step + 6}"), attempt.report()
+        mends()
+        assert attempt.wait(SECONDS_OF_A_RUN) == [0] * ranks, attempt.report()
+        assert told in attempt.error(0), attempt.report()
+    steps = listed(tmp_path)
+    assert steps[:2] == [2, 4]
+    assert not {step + 3, step + 4} & {*steps}
+    assert {22, 24} <= {*steps}
+    assert outcome(tmp_path) == truth(ranks)

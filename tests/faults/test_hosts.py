@@ -6,7 +6,7 @@ Hosts are network namespaces with real wires between them; it takes root and ipr
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,9 @@ import pytest
 
 from tests.faults.job import Job
 from tests.faults.kills import outcome
-from tests.faults.namespaces import Hosts, can_make_hosts
+from tests.faults.namespaces import Hosts
 from tests.faults.ranks import Attempt
 from tools import elastic
-
-pytestmark = pytest.mark.skipif(not can_make_hosts(), reason="needs root, iproute2 and network namespaces")
 
 LIMIT = 3.0
 """Seconds of silence that these jobs bear."""
@@ -31,36 +29,17 @@ def job_of(ranks: int, **options: Any) -> Job:
     return Job(ranks=ranks, devices=devices, **options)
 
 
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    with Hosts(2) as hosts:
-        yield hosts
-
-
-@pytest.fixture(scope="module")
-def truth(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
-    """How the job ends undisturbed on one host, on the mesh that two hosts have by default."""
-    known: dict[int, dict[str, Any]] = {}
-
-    def find(ranks: int) -> dict[str, Any]:
-        if ranks not in known:
-            directory = tmp_path_factory.mktemp("truth")
-            mesh = {"dp_replicate": 2, "dp_shard": ranks // 2}
-            with Attempt(Job(ranks=ranks, devices=mesh), directory) as attempt:
-                assert attempt.wait(60) == [0] * ranks
-            known[ranks] = outcome(directory)
-        return known[ranks]
-
-    return find
+BY_DEFAULT = {ranks: {"dp_replicate": 2, "dp_shard": ranks // 2} for ranks in (2, 4)}
+"""The mesh that two hosts have by default."""
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_two_hosts_train_what_one_does_though_their_names_lead_to_the_loopback(
-    ranks: int, hosts: Hosts, truth: Callable[[int], dict[str, Any]], tmp_path: Path
+    ranks: int, hosts: Hosts, truth: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     with Attempt(job_of(ranks), tmp_path, hosts=hosts) as attempt:
         assert attempt.wait(60) == [0] * ranks, attempt.report()
-    assert outcome(tmp_path) == truth(ranks)
+    assert outcome(tmp_path) == truth(ranks, **BY_DEFAULT[ranks])
     described = (tmp_path / "described.md").read_text()
     assert f"| dp_replicate | 2 | 0, {ranks // 2} | between 2 hosts |" in described
     assert ("| dp_shard | 2 | 0, 1 | inside the host |" in described) == (ranks == 4)
@@ -79,12 +58,16 @@ def test_hosts_that_train_on_their_own_are_the_workers_of_one_host(ranks: int, h
     assert found[0] == found[1]
 
 
+def errors_of(job: Job, directory: Path, hosts: Hosts, environment: list[dict[str, str]]) -> list[str]:
+    """What each rank says of a job that is refused at its start."""
+    with Attempt(job, directory, hosts=hosts, environment=environment) as attempt:
+        assert attempt.wait(30) == [1] * job.ranks, attempt.report()
+    return [attempt.error(rank) for rank in range(job.ranks)]
+
+
 def test_an_interface_that_leads_nowhere_is_refused_on_all_ranks_at_once(hosts: Hosts, tmp_path: Path) -> None:
     environment = [{}, {"GLOO_SOCKET_IFNAME": "lo"}]
-    with Attempt(job_of(2), tmp_path, hosts=hosts, environment=environment) as attempt:
-        assert attempt.wait(30) == [1, 1]
-    for rank in (0, 1):
-        error = (attempt.directory / f"rank_{rank}.err").read_text()
+    for error in errors_of(job_of(2), tmp_path, hosts, environment):
         assert "GLOO_SOCKET_IFNAME=lo: only this host is reached by it, and the job has several hosts" in error
         assert "Unset it, or set it to 'eth0', on the way to 10.77.0.1" in error
         assert "host 1 (" in error
@@ -116,7 +99,7 @@ def _without_power(hosts: Hosts, attempt: Attempt, host: int) -> None:
     ],
 )
 def test_a_lost_host_ends_the_job_in_seconds_and_started_again_it_ends_as_undisturbed(
-    fault: str, ranks: int, hosts: Hosts, truth: Callable[[int], dict[str, Any]], tmp_path: Path
+    fault: str, ranks: int, hosts: Hosts, truth: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     job = job_of(ranks, step_seconds=0.1)
     lost = 0 if "store" in fault else 1
@@ -149,22 +132,22 @@ def test_a_lost_host_ends_the_job_in_seconds_and_started_again_it_ends_as_undist
     with Attempt(job, tmp_path, 1, hosts=hosts) as attempt:
         assert attempt.wait(60) == [0] * ranks, attempt.report()
     assert attempt.numbers("resumed") >= [4]
-    assert outcome(tmp_path) == truth(ranks)
+    assert outcome(tmp_path) == truth(ranks, **BY_DEFAULT[ranks])
 
 
-def test_shorter_silence_changes_nothing(hosts: Hosts, truth: Callable[[int], dict[str, Any]], tmp_path: Path) -> None:
+def test_shorter_silence_changes_nothing(hosts: Hosts, truth: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     with Attempt(job_of(2, step_seconds=0.1), tmp_path, hosts=hosts) as attempt:
         assert attempt.wait_for("step 4")
         hosts.silence(1)
         time.sleep(LIMIT / 3)
         hosts.hear(1)
         assert attempt.wait(60) == [0, 0], attempt.report()
-    assert outcome(tmp_path) == truth(2)
+    assert outcome(tmp_path) == truth(2, **BY_DEFAULT[2])
 
 
 @pytest.mark.parametrize(("restarts", "code"), [(3, 143), pytest.param(0, 0, marks=pytest.mark.slow)])
 def test_where_another_host_was_told_to_stop_torchrun_is_made_to_start_this_ones_ranks_again(
-    restarts: int, code: int, hosts: Hosts, truth: Callable[[int], dict[str, Any]], tmp_path: Path
+    restarts: int, code: int, hosts: Hosts, truth: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     of_torchrun = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": str(restarts)}
     job = job_of(2, step_seconds=0.1)
@@ -176,11 +159,12 @@ def test_where_another_host_was_told_to_stop_torchrun_is_made_to_start_this_ones
     with Attempt(job, tmp_path, 1, hosts=hosts) as attempt:
         assert attempt.wait(60) == [0, 0], attempt.report()
         assert attempt.numbers("resumed") == [stopped]
-    assert outcome(tmp_path) == truth(2)
+    assert outcome(tmp_path) == truth(2, **BY_DEFAULT[2])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("hosts")
 def test_hosts_come_and_go_and_each_step_has_the_samples_of_the_undisturbed_run() -> None:
     assert elastic.main(10, seed=0) == 0
 
@@ -192,10 +176,7 @@ def test_hosts_with_other_code_are_refused_on_all_ranks(hosts: Hosts, tmp_path: 
         directory.mkdir()
         (directory / "own.py").write_text(f"VALUE = {host}\n")
         environment.append({"OWN_CODE": str(directory)})
-    with Attempt(job_of(2, imports="own"), tmp_path, hosts=hosts, environment=environment) as attempt:
-        assert attempt.wait(30) == [1, 1]
-    for rank in (0, 1):
-        error = (attempt.directory / f"rank_{rank}.err").read_text()
+    for error in errors_of(job_of(2, imports="own"), tmp_path, hosts, environment):
         assert "RanksDifferError: the hosts of this job differ: the digest of own's code is " in error
 
 
@@ -204,8 +185,5 @@ def test_hosts_with_other_numbers_of_ranks_are_refused_on_all_ranks(hosts: Hosts
     environment = [{}, {"LOCAL_WORLD_SIZE": "1"}]
     mesh = {"dp_replicate": 1, "dp_shard": 4}
     job = Job(ranks=4, devices=mesh | {"start_timeout_seconds": 30.0})
-    with Attempt(job, tmp_path, hosts=hosts, environment=environment) as attempt:
-        assert attempt.wait(30) == [1] * 4
-    for rank in range(4):
-        error = (attempt.directory / f"rank_{rank}.err").read_text()
+    for error in errors_of(job, tmp_path, hosts, environment):
         assert "RanksDifferError: the hosts of this job differ: the number of its processes is 2 on host 0 (" in error

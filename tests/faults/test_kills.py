@@ -5,6 +5,7 @@ Ten kills here, twenty with `--all`; `tools/faults.sh` does two hundred.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from signal import SIGKILL
 from typing import Any
@@ -63,15 +64,8 @@ PLANS: dict[tuple[int, bool], list[Plan]] = {
 
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
-    """The outcome of the undisturbed run by number of ranks; saved synchronously, so async saving changes nothing."""
-    found: dict[int, dict[str, Any]] = {}
-
-    def of(ranks: int) -> dict[str, Any]:
-        if ranks not in found:
-            found[ranks] = straight(job_for(ranks=ranks, is_async=False), tmp_path_factory.mktemp("straight"))
-        return found[ranks]
-
-    return of
+    """The outcome of the undisturbed run and what it keeps, by number of ranks; saved synchronously."""
+    return cache(lambda ranks: straight(job_for(ranks=ranks, is_async=False), tmp_path_factory.mktemp("straight")))
 
 
 ORDINARY = ((1, False), (2, True))

@@ -7,16 +7,17 @@ Hosts are network namespaces here, each with a home directory of its own, in whi
 import json
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.checkpoint.states import flip
 from tests.faults.job import Job, run_dir
 from tests.faults.kills import listed, outcome
-from tests.faults.namespaces import Hosts, can_make_hosts
+from tests.faults.namespaces import Hosts
 from tests.faults.phases import Fault
 from tests.faults.ranks import Attempt
 
@@ -26,23 +27,6 @@ ON_HOSTS = {"host_timeout_seconds": 3.0, "step_timeout_seconds": 60.0, "start_ti
 
 def job_of(ranks: int, directory: str | Path, **options: Any) -> Job:
     return Job(ranks=ranks, checkpoint=SAVES | {"local_directory": str(directory)}, **options)
-
-
-@pytest.fixture(scope="module")
-def truth(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
-    """How the job ends undisturbed on one host, without local checkpoints."""
-    known: dict[str, dict[str, Any]] = {}
-
-    def find(ranks: int, **mesh: int) -> dict[str, Any]:
-        name = f"{ranks} {mesh}"
-        if name not in known:
-            directory = tmp_path_factory.mktemp("truth")
-            with Attempt(Job(ranks=ranks, devices=mesh), directory) as attempt:
-                assert attempt.wait(60) == [0] * ranks, attempt.report()
-            known[name] = outcome(directory)
-        return known[name]
-
-    return find
 
 
 def kept(directory: Path) -> list[str]:
@@ -82,9 +66,7 @@ def test_killed_while_a_local_one_is_written_it_goes_on_from_the_one_before_and_
     assert attempt.numbers("resumed") == [resumed], attempt.report()
 
     for shard in memory.glob("*/*/ranks_0-1/*/step_*/__1_0.distcp"):
-        content = bytearray(shard.read_bytes())
-        content[len(content) // 2] ^= 1
-        shard.write_bytes(content)
+        flip(shard)
     with Attempt(job, tmp_path, 2) as attempt:
         assert attempt.wait(60) == [0, 0], attempt.report()
         assert "a local checkpoint is not used" in attempt.error(0)
@@ -94,12 +76,12 @@ def test_killed_while_a_local_one_is_written_it_goes_on_from_the_one_before_and_
     assert not list(memory.iterdir())  # it is finished
 
 
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    if not can_make_hosts():
-        pytest.skip("needs root, iproute2 and network namespaces")
-    with Hosts(2) as hosts:
-        yield hosts
+def homes_on(hosts: Hosts, directory: Path) -> tuple[list[Path], dict[str, Any]]:
+    """A home directory for each host, and where a job runs that has them."""
+    homes = [directory / f"host_{host}" for host in range(hosts.count)]
+    for home in homes:
+        home.mkdir()
+    return homes, {"hosts": hosts, "environment": [{"HOME": str(home)} for home in homes]}
 
 
 @pytest.mark.parametrize(
@@ -114,10 +96,7 @@ def hosts() -> Iterator[Hosts]:
 def test_two_hosts_go_on_from_what_both_have_and_from_the_checkpoint_where_one_has_lost_it(
     ranks: int, mesh: dict[str, int], hosts: Hosts, truth: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    homes = [tmp_path / f"host_{host}" for host in range(2)]
-    for home in homes:
-        home.mkdir()
-    where: dict[str, Any] = {"hosts": hosts, "environment": [{"HOME": str(home)} for home in homes]}
+    homes, where = homes_on(hosts, tmp_path)
     job = job_of(ranks, "~/memory", devices=ON_HOSTS | mesh)
     killed(job, tmp_path, 0, **where)
     first, last = f"ranks_0-{ranks // 2 - 1}", f"ranks_{ranks // 2}-{ranks - 1}"
@@ -150,11 +129,8 @@ def test_a_directory_that_hosts_share_is_refused_on_all_ranks(hosts: Hosts, tmp_
 @pytest.mark.parametrize("mesh", [{"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 4, "dp_shard": 1}])
 def test_hosts_on_their_own_go_on_from_the_midst_of_a_round(mesh: dict[str, int], hosts: Hosts, tmp_path: Path) -> None:
     """Each keeps its worker's own weights, and of the average what its ranks hold."""
-    straight = tmp_path / "straight"
-    homes = [tmp_path / f"host_{host}" for host in range(2)]
-    for directory in (straight, *homes):
-        directory.mkdir()
-    where: dict[str, Any] = {"hosts": hosts, "environment": [{"HOME": str(home)} for home in homes]}
+    straight, (_, where) = tmp_path / "straight", homes_on(hosts, tmp_path)
+    straight.mkdir()
     job = job_of(4, "~/memory", devices=ON_HOSTS | mesh, local_sgd={"every_n_steps": 8, "outer": "sgd"})
     with Attempt(replace(job, checkpoint={}), straight, hosts=hosts) as attempt:
         assert attempt.wait(60) == [0] * 4, attempt.report()

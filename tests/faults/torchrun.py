@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.faults.job import Job
-from tests.faults.ranks import attempt_directory
 from tests.trainer.small import ROOT
 
 
@@ -45,8 +44,3 @@ def _kill_group(leader: int) -> None:
 
 def report(directory: Path) -> str:
     return (directory / "torchrun.err").read_text()[-6000:]
-
-
-def rank_pid(directory: Path, rank: int, restart: int = 0) -> int:
-    """The process id of a rank that has started."""
-    return int((attempt_directory(directory, restart) / f"rank_{rank}.pid").read_text())

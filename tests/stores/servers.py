@@ -1,15 +1,17 @@
-"""An S3 server for tests: moto in a thread of this process, which can be stopped, throttled and made forgetful."""
+"""What servers of object stores have in common, and moto, which can be stopped, throttled and made forgetful."""
 
+import subprocess
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
-import pytest
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
 
-from tests.api import open_store
 from tests.worlds import free_port
 
 SECRET = "not-to-be-seen-0123456789"
@@ -23,33 +25,76 @@ class QuietHandler(WSGIRequestHandler):
         pass
 
 
-class Server:
-    """An S3 server on this machine. What it holds survives `stop`."""
+class ServedHere:
+    """A WSGI application in a thread of this process, which can be stopped. What it holds survives `stop`."""
 
     def __init__(self) -> None:
-        self._app = DomainDispatcherApplication(create_backend_app)
         self.port = free_port()
+        self._server: BaseWSGIServer | None = None
+
+    def start(self) -> None:
+        """Answers, if it did not."""
+        if self._server is None:
+            self._server = make_server("127.0.0.1", self.port, self, threaded=True, request_handler=QuietHandler)
+            self._server.daemon_threads = True  # type: ignore[attr-defined]
+            threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def stop(self) -> None:
+        """Nobody answers any more."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+
+class ServerProcess:
+    """A server that is a process of its own, works in `directory`, and answers at `address`.
+
+    Nobody but this machine reaches it. What it holds survives `stop`.
+    """
+
+    def __init__(self, command: list[str], directory: Path, address: str) -> None:
+        self._command, self._directory, self.address = command, directory, address
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Answers, if it did not."""
+        if self._process is not None:
+            return
+        nowhere = subprocess.DEVNULL
+        self._process = subprocess.Popen(self._command, stdout=nowhere, stderr=nowhere, cwd=self._directory)
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and self._process.poll() is None:
+            try:
+                urllib.request.urlopen(self.address, timeout=2).close()
+                return
+            except urllib.error.HTTPError:  # it answers, and knows no such place
+                return
+            except OSError:
+                time.sleep(0.2)
+        raise RuntimeError(f"{self._command[0]} does not answer at {self.address}.")
+
+    def stop(self) -> None:
+        """Nobody answers any more."""
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait(timeout=30)
+            self._process = None
+
+
+class Server(ServedHere):
+    """An S3 server: moto."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._app = DomainDispatcherApplication(create_backend_app)
         self.url = f"http://127.0.0.1:{self.port}"
         self.requests: list[tuple[str, str, str]] = []
         self.throttled = 0
         self.refuses = False
         self.ignores_conditions = False
         self.before: Callable[[str, str], None] = lambda method, path: None
-        self._server: BaseWSGIServer | None = None
-
-    def start(self) -> None:
-        if self._server is not None:
-            return
-        self._server = make_server("127.0.0.1", self.port, self, threaded=True, request_handler=QuietHandler)
-        self._server.daemon_threads = True  # type: ignore[attr-defined]
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
-
-    def stop(self) -> None:
-        """Nobody answers any more, and nothing is forgotten."""
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._server = None
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
@@ -83,48 +128,3 @@ def environment(url: str) -> dict[str, str]:
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_EC2_METADATA_DISABLED": "true",
     }
-
-
-@contextmanager
-def running_server() -> Iterator[Server]:
-    """A server, until the block ends."""
-    server = Server()
-    server.start()
-    try:
-        yield server
-    finally:
-        server.stop()
-
-
-@contextmanager
-def pointing_at(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """This process, and those that it starts, use `server`, which has an empty bucket."""
-    for name, value in environment(server.url).items():
-        monkeypatch.setenv(name, value)
-    import requests
-
-    requests.post(f"{server.url}/moto-api/reset", timeout=10)
-    open_store.cache_clear()
-    open_store("s3")._files.mkdir(BUCKET)
-    server.requests.clear()
-    yield server
-    server.throttled, server.refuses, server.ignores_conditions = 0, False, False
-    server.before = lambda method, path: None
-    server.start()
-    open_store.cache_clear()
-
-
-def winners_of_a_race(place: Any) -> list[int]:
-    """Of eight threads that create one object at once, those that did."""
-    won: list[int] = []
-
-    def race(number: int) -> None:
-        if place.store.create(place.key, str(number).encode()):
-            won.append(number)
-
-    threads = [threading.Thread(target=race, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return won

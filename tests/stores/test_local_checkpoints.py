@@ -9,7 +9,7 @@ from urllib.parse import unquote
 import pytest
 
 from tests.faults.job import Job, run_dir
-from tests.faults.kills import outcome
+from tests.faults.kills import outcome, straight
 from tests.faults.phases import Fault
 from tests.faults.ranks import Attempt
 from tests.faults.torchrun import report, torchrun
@@ -27,10 +27,9 @@ def job_of(url: str, memory: Path) -> Job:
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What an undisturbed run ends with."""
-    directory = tmp_path_factory.mktemp("straight")
-    with Attempt(Job(ranks=2, n_steps=12, checkpoint={"save_every_n_steps": 2}), directory) as attempt:
-        assert attempt.wait(60) == [0, 0], attempt.report()
-    return outcome(directory)
+    found = straight(Job(ranks=2, n_steps=12), tmp_path_factory.mktemp("straight"))
+    del found["kept"]
+    return found
 
 
 def check(directory: Path, memory: Path, s3: Server, resumed: int, truth: dict[str, Any]) -> None:

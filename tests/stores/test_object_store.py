@@ -2,51 +2,69 @@
 
 import os
 import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.api import CheckpointError, ConfigError, Ownership, StorePath, as_path, without_secrets
-from tests.stores.servers import SECRET, Server, winners_of_a_race
+from tests.stores.servers import SECRET, Server
 
 
-def test_of_many_that_create_one_object_one_does(url: str) -> None:
-    place = StorePath(url) / "one.json"
-    (won,) = winners_of_a_race(place)
-    assert place.read_bytes() == str(won).encode()
+def at_once(function: Callable[[Any], None], arguments: Iterable[Any]) -> None:
+    """Calls a function in a thread for each argument, and waits for all."""
+    threads = [threading.Thread(target=function, args=(argument,)) for argument in arguments]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
-def test_a_large_file_goes_in_parts_and_is_read_in_ranges(url: str, tmp_path: Path, s3: Server) -> None:
-    content = os.urandom((34 << 20) + 12345)
-    (tmp_path / "large").write_bytes(content)
-    place = StorePath(url) / "large"
-    place.store.send(tmp_path / "large", place.key)
-    assert any("partNumber" in path or method == "POST" for method, path, _ in s3.requests)  # in several parts
-    assert place.stat().st_size == len(content)
-    with place.open("rb") as stream:
-        assert stream.read() == content
-        stream.seek(-100, os.SEEK_END)
-        assert stream.read() == content[-100:]
-    with place.open("rb") as stream:
-        stream.seek(20 << 20)
-        assert stream.read(1000) == content[20 << 20 : (20 << 20) + 1000]
-        assert stream.fetched <= 1 << 16  # a part, where a part was asked for
-
-
-def test_a_directory_is_what_keys_begin_with(url: str) -> None:
+def check_objects(url: str, directory: Path, n_bytes: int) -> None:
+    """One of many creates an object, a large file goes in parts and is read in ranges, keys begin with directories."""
     root = StorePath(url)
     assert not root.exists()
     assert list(root.iterdir()) == []
-    for name in ("a/manifest.json", "a/data", "b"):
-        root.store.write((root / name).key, name.encode())
-    assert sorted((entry.name, entry.is_dir()) for entry in root.iterdir()) == [("a", True), ("b", False)]
-    assert (root / "a").is_dir()
-    assert not (root / "b").is_dir()
-    (root / "a").rename(root / "c")
+    won: list[int] = []
+
+    def race(number: int) -> None:
+        if root.store.create((root / "one").key, str(number).encode()):
+            won.append(number)
+
+    at_once(race, range(8))
+    assert [(root / "one").read_bytes()] == [str(number).encode() for number in won]
+
+    content = os.urandom(n_bytes)
+    (directory / "large").write_bytes(content)
+    (directory / "empty").touch()
+    for name in ("large", "empty"):
+        root.store.send(directory / name, (root / "a" / name).key)
+    with (root / "a" / "large").open("rb") as stream:
+        assert stream.read() == content
+        stream.seek(-100, os.SEEK_END)
+        assert stream.read() == content[-100:]
+    with (root / "a" / "large").open("rb") as stream:
+        stream.seek(20 << 20)
+        assert stream.read(1000) == content[20 << 20 : (20 << 20) + 1000]
+        assert stream.fetched <= 1 << 16  # a part, where a part was asked for
+    assert (root / "a" / "empty").read_bytes() == b""
+    assert sorted((entry.name, entry.is_dir()) for entry in root.iterdir()) == [("a", True), ("one", False)]
+    (root / "a").rename(root / "b")
+    assert (root / "b").is_dir()
     assert not (root / "a").exists()
-    assert (root / "c" / "data").read_bytes() == b"a/data"
-    with pytest.raises(FileNotFoundError, match="s3://bucket/runs/nothing is not there"):
-        (root / "nothing").read_bytes()
+    assert (root / "b" / "large").stat().st_size == n_bytes
+    root.store.remove((root / "one").key)
+    root.store.remove((root / "one").key)
+    assert list((root / "one").iterdir()) == []
+    with pytest.raises(FileNotFoundError, match=f"{root / 'one'} is not there"):
+        (root / "one").read_bytes()
+
+
+def test_objects_are_written_once_and_read_back_in_parts(url: str, tmp_path: Path, s3: Server) -> None:
+    check_objects(url, tmp_path, (34 << 20) + 12345)
+    assert any("partNumber" in path or method == "POST" for method, path, _ in s3.requests)  # in several parts
+    assert not (StorePath(url) / "b" / "large").is_dir()
 
 
 def test_throttled_requests_are_made_again(url: str, s3: Server) -> None:
@@ -123,11 +141,7 @@ def test_of_two_jobs_that_start_at_once_one_has_the_run(url: str, tmp_path: Path
         except CheckpointError as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=start, args=(name,)) for name in "ab"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(start, "ab")
     assert (len(owners), len(errors)) == (1, 1)
     owners[0].release()
 

@@ -4,33 +4,30 @@ SeaweedFS speaks S3's protocol and keeps objects on the disk; fake-gcs-server sp
 server what adlfs says to Azure's. The last two are skipped where the packages that speak to them are not installed.
 """
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
 
 import pytest
-import torch
 
-from tests.api import CheckpointError, Ownership, StorePath, list_checkpoints, open_store
+from tests.api import CheckpointError, Ownership, StorePath, open_store
 from tests.stores import azure, google
-from tests.stores.jobs import Fit, train
+from tests.stores.jobs import train
 from tests.stores.seaweed import SeaweedServer
-from tests.stores.servers import winners_of_a_race
-from tests.stores.test_runs import run_command, same, sharded, stored_steps, wait_until, waiting
+from tests.stores.test_object_store import check_objects
+from tests.stores.test_runs import (
+    check_another_job_ends_it,
+    check_run_without_store,
+    run_command,
+    same,
+    sharded,
+    stored_steps,
+    waiting,
+)
+from tests.trainer.arithmetic import same_bits
 from tests.worlds import run_world
 
-
-class OtherServer(Protocol):
-    """A server with an empty bucket at `url`; a client finds it by `environment`."""
-
-    url: str
-    environment: dict[str, str]
-
-    def start(self) -> None: ...
-    def stop(self) -> None: ...
-
+OtherServer = SeaweedServer | google.GoogleServer | azure.AzureServer
 
 SERVERS: dict[str, Callable[[Path], OtherServer]] = {
     "seaweed": SeaweedServer,
@@ -68,29 +65,7 @@ def url(server: OtherServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_objects_are_written_once_and_read_back_in_parts(url: str, tmp_path: Path) -> None:
-    root = StorePath(url)
-    (won,) = winners_of_a_race(root / "one")
-    assert (root / "one").read_bytes() == str(won).encode()
-
-    content = os.urandom((70 << 20) + 12345)  # more than any client sends at once
-    (tmp_path / "large").write_bytes(content)
-    (tmp_path / "empty").touch()
-    for name in ("large", "empty"):
-        root.store.send(tmp_path / name, (root / "a" / name).key)
-    with (root / "a" / "large").open("rb") as stream:
-        assert stream.read() == content
-        stream.seek(-100, os.SEEK_END)
-        assert stream.read() == content[-100:]
-    assert (root / "a" / "empty").read_bytes() == b""
-    assert sorted((entry.name, entry.is_dir()) for entry in root.iterdir()) == [("a", True), ("one", False)]
-    (root / "a").rename(root / "b")
-    assert not (root / "a").exists()
-    assert (root / "b" / "large").stat().st_size == len(content)
-    root.store.remove((root / "one").key)
-    root.store.remove((root / "one").key)
-    assert list((root / "one").iterdir()) == []
-    with pytest.raises(FileNotFoundError, match=f"{root / 'one'} is not there"):
-        (root / "one").read_bytes()
+    check_objects(url, tmp_path, (70 << 20) + 12345)  # more than any client sends at once
 
 
 def test_a_killed_run_goes_on_is_kept_short_and_read_on_other_ranks(url: str, all_cases: bool) -> None:
@@ -103,51 +78,26 @@ def test_a_killed_run_goes_on_is_kept_short_and_read_on_other_ranks(url: str, al
     assert same(run, train(None, 8, experiment="straight"))
     two = run_world(sharded, 2, url, 4, "two")
     one = run_world(sharded, 1, url, 4, "two")
-    assert all(torch.equal(two[0][0][name], one[0][0][name]) for name in one[0][0])
+    assert same_bits(two[0][0], one[0][0])
 
 
 def test_a_run_has_one_owner_and_one_manifest_of_a_step(url: str, tmp_path: Path) -> None:
-    run, others = StorePath(url) / "p/g/e", []
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     first = Ownership(StorePath(url) / "x", tmp_path / "a", renew_seconds=0.2)
     with pytest.raises(CheckpointError, match="another live job"):
         Ownership(StorePath(url) / "x", tmp_path / "b", lease_seconds=3.0)
     first.release()
-
-    class Frozen(Fit):
-        def post_train_step(self) -> None:
-            if self.global_step == 3:  # as if this job had not renewed its claim for a minute
-                wait_until(lambda: stored_steps(url) == [2])
-                others.append(Ownership(run, tmp_path / "b", lease_seconds=0.1))
-
-    with pytest.raises(CheckpointError, match="another job has taken"):
-        train(url, 20, trainer=Frozen)
-    others[0].release()
-    assert [manifest.step for manifest in list_checkpoints(run / "checkpoints")] == [2]
+    check_another_job_ends_it(url, tmp_path)
 
 
 @pytest.mark.slow  # clients try again for a minute
 def test_it_goes_on_while_the_store_is_away(url: str, server: OtherServer, caplog: pytest.LogCaptureFixture) -> None:
-    class Watched(Fit):
-        def post_train_step(self) -> None:
-            if self.global_step == 3:
-                wait_until(lambda: stored_steps(url) == [2])
-                server.stop()
-            if self.global_step == 7:
-                wait_until(lambda: {"step_00000004", "step_00000006"} <= set(waiting()))
-                wait_until(lambda: "They wait in" in caplog.text, 120)  # clients try again for so long
-                server.start()
-
-    run = train(url, 10, trainer=Watched)
-    assert stored_steps(url) == [2, 4, 6, 8, 10]
-    assert waiting() == []
-    assert same(run, train(None, 10, experiment="straight"))
-    assert "takes checkpoints again" in caplog.text
+    check_run_without_store(url, server, caplog, patience_seconds=120)
     assert {record.name for record in caplog.records if record.levelname == "ERROR"} <= {"dream_trainer"}
 
 
-def test_a_store_that_ignores_conditions_is_refused(url: str, server: Any, tmp_path: Path) -> None:
+def test_a_store_that_ignores_conditions_is_refused(url: str, server: OtherServer, tmp_path: Path) -> None:
     if not isinstance(server, azure.AzureServer):
         pytest.skip("this server honours them")
     server.ignores_conditions = True

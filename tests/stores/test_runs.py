@@ -19,8 +19,10 @@ import torch
 
 from dream_trainer.checkpoint import remote_run
 from tests.api import CheckpointError, NewFile, Ownership, Ranks, StorePath, list_checkpoints, verify_checkpoint
-from tests.stores.jobs import Fit, Wide, config, train, weights
+from tests.stores.jobs import Fit, Wide, config, train
 from tests.stores.servers import SECRET, Server
+from tests.trainer.arithmetic import same_bits
+from tests.trainer.small import weights
 from tests.worlds import run_world
 
 
@@ -43,8 +45,7 @@ def wait_until(happened: Callable[[], bool], seconds: float = 30) -> None:
 
 
 def same(a: Fit, b: Fit) -> bool:
-    first, second = weights(a), weights(b)
-    return all(torch.equal(first[name], second[name]) for name in first)
+    return same_bits(weights(a.model), weights(b.model))
 
 
 def test_a_run_is_saved_there_kept_there_and_goes_on_from_there(url: str, s3: Server, tmp_path: Path) -> None:
@@ -95,21 +96,30 @@ def test_weights_and_branches_come_from_there(url: str) -> None:
         assert run.global_step == 2
 
 
-def test_the_run_goes_on_while_the_store_is_away(url: str, s3: Server, caplog: pytest.LogCaptureFixture) -> None:
+def check_run_without_store(
+    url: str, server: Any, caplog: pytest.LogCaptureFixture, patience_seconds: float = 30
+) -> None:
+    """A run whose store is away for some steps ends as if it had been there, and has sent all."""
+
     class Watched(Fit):
         def post_train_step(self) -> None:
             if self.global_step == 3:
-                s3.stop()
+                wait_until(lambda: stored_steps(url) == [2])
+                server.stop()
             if self.global_step == 7:
                 wait_until(lambda: {"step_00000004", "step_00000006"} <= set(waiting()))
-                wait_until(lambda: "They wait in" in caplog.text)
-                s3.start()
+                wait_until(lambda: "They wait in" in caplog.text, patience_seconds)
+                server.start()
 
     run = train(url, 10, trainer=Watched)
     assert stored_steps(url) == [2, 4, 6, 8, 10]
     assert waiting() == []
     assert same(run, train(None, 10, experiment="straight"))
     assert "takes checkpoints again" in caplog.text
+
+
+def test_the_run_goes_on_while_the_store_is_away(url: str, s3: Server, caplog: pytest.LogCaptureFixture) -> None:
+    check_run_without_store(url, s3, caplog)
     assert SECRET not in caplog.text
 
 
@@ -164,15 +174,15 @@ def test_wrong_credentials_end_the_run_before_its_first_step(url: str, s3: Serve
     assert SECRET not in "".join(traceback.format_exception(raised.value))
 
 
-def test_another_job_that_took_the_run_ends_this_one(url: str, tmp_path: Path) -> None:
+def check_another_job_ends_it(url: str, directory: Path) -> None:
+    """A run that another job takes, which lives in `directory`, ends with an error."""
     others: list[Ownership] = []
 
     class Frozen(Fit):
         def post_train_step(self) -> None:
             if self.global_step == 3:  # as if this job had not renewed its claim for a minute
                 wait_until(lambda: stored_steps(url) == [2])
-                (tmp_path / "other").mkdir()
-                others.append(Ownership(StorePath(url) / "p/g/e", tmp_path / "other", lease_seconds=0.1))
+                others.append(Ownership(StorePath(url) / "p/g/e", directory, lease_seconds=0.1))
 
     try:
         with pytest.raises(CheckpointError, match="another job has taken"):
@@ -180,6 +190,10 @@ def test_another_job_that_took_the_run_ends_this_one(url: str, tmp_path: Path) -
     finally:
         others[0].release()
     assert stored_steps(url) == [2]
+
+
+def test_another_job_that_took_the_run_ends_this_one(url: str, tmp_path: Path) -> None:
+    check_another_job_ends_it(url, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +215,7 @@ def test_a_job_killed_at_any_phase_of_sending_goes_on(url: str, phase: str) -> N
     assert restarted.returncode == 0, restarted.stderr
     assert stored_steps(url) == [2, 4, 6]
     assert waiting() == []
-    straight = weights(train(None, 6, experiment="straight"))
+    straight = weights(train(None, 6, experiment="straight").model)
     assert json.loads(restarted.stdout) == {name: value.tolist() for name, value in straight.items()}
 
 
@@ -227,7 +241,7 @@ def sharded(url: str | None, max_steps: int, experiment: str) -> tuple[dict[str,
         run = Wide(config(url, max_steps, experiment=experiment))
         with run:
             run.fit()
-            found = weights(run)
+            found = weights(run.model)
     finally:
         ObjectStore.read_ranges = ranges  # type: ignore[method-assign]
     return found, read
@@ -239,10 +253,10 @@ def test_each_rank_sends_and_reads_its_own_shards_and_another_number_of_ranks_al
     again = run_world(sharded, 2, url, 8, "e")
     straight = run_world(sharded, 2, None, 8, "straight")
     for rank, ((found, read), (expected, _)) in enumerate(zip(again, straight, strict=True)):
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert same_bits(found, expected)
         own, other = f"__{rank}_0.distcp", f"__{1 - rank}_0.distcp"
         size = (StorePath(url) / "p/g/e/checkpoints/step_00000004" / own).stat().st_size
         assert read[own] == size  # once, and from end to end
         assert read.get(other, 0) < size / 5  # where what is not sharded lies
     alone = run_world(sharded, 1, url, 8, "e")
-    assert all(torch.equal(alone[0][0][name], again[0][0][name]) for name in alone[0][0])
+    assert same_bits(alone[0][0], again[0][0])

@@ -52,6 +52,12 @@ def base_values() -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in Net().double().state_dict().items()}
 
 
+def their_base() -> Net:
+    base = Net().double()
+    base.load_state_dict(base_values())
+    return base
+
+
 def token_rows() -> Tensor:
     return torch.randint(VOCABULARY, (48, LENGTH + 1), generator=torch.Generator().manual_seed(7))
 
@@ -166,9 +172,7 @@ def prepare(directory: Path) -> None:
 
 def by_hand(first: dict[str, Tensor], steps: int) -> tuple[nn.Module, list[float]]:
     """The loop with peft alone, in one process, from the given first weights."""
-    base = Net().double()
-    base.load_state_dict(base_values())
-    model = get_peft_model(base, lora())
+    model = get_peft_model(their_base(), lora())
     model.load_state_dict(first)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02, fused=True)
     losses = []

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,12 @@ def fit(experiment: str, steps: int, kind: type[Adapted] = Adapted, **more: Any)
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where a run stopped after two steps and wrote its adapters."""
-    directory, before = tmp_path_factory.mktemp("configs"), os.getcwd()
-    prepare(directory)
-    os.chdir(directory)
-    try:
+    with chdir(directory := tmp_path_factory.mktemp("configs")):
+        prepare(directory)
         with make("run", 2) as trainer:
             trainer.fit()
             trainer.export("theirs")
         yield directory
-    finally:
-        os.chdir(before)
 
 
 @pytest.fixture

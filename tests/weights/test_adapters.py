@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.weights.adapted import (
     lora,
     make,
     prepare,
+    their_base,
     token_rows,
     train,
     train_layouts,
@@ -36,14 +38,10 @@ Runs = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def all_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Runs]]:
-    directory, before = tmp_path_factory.mktemp("adapters"), os.getcwd()
-    prepare(directory)
-    os.chdir(directory)
-    try:
+    with chdir(directory := tmp_path_factory.mktemp("adapters")):
+        prepare(directory)
         ranks = run_world(train_layouts, 2, str(directory))
         yield directory, {"alone": {"straight": train("alone", 6), "cut": train("alone-cut", 3)}} | ranks[0]
-    finally:
-        os.chdir(before)
 
 
 @pytest.fixture
@@ -66,12 +64,6 @@ def checkpoint(experiment: str, step: int) -> Path:
 def predictions(model: nn.Module) -> Tensor:
     with torch.no_grad():
         return model(token_rows()[:4])
-
-
-def their_base() -> Net:
-    base = Net().double()
-    base.load_state_dict(base_values())
-    return base
 
 
 @pytest.mark.parametrize("layout", ["alone", *LAYOUTS])

@@ -10,14 +10,16 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests import api
-from tests.checkpoint.states import save
+from tests.api import local_tensor as local
+from tests.checkpoint.states import flip, save
+from tests.trainer.arithmetic import full, same_bits
 from tests.weights.weight_cases import KINDS, Net, State, expected, weights
 from tests.worlds import run_world
 
@@ -68,10 +70,7 @@ ONE_OF_EACH_READER = ["hf_sharded", "bare_pt", "checkpoint"]
 
 
 def same(model: nn.Module, truth: State) -> bool:
-    tensors = {
-        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()
-    }
-    return tensors.keys() == truth.keys() and all(torch.equal(tensors[name], truth[name]) for name in truth)
+    return same_bits({name: full(value) for name, value in model.state_dict().items()}, truth)
 
 
 def shapes_of(state: State, model: nn.Module) -> State:
@@ -144,10 +143,7 @@ def come_to_one_outcome(root: Path) -> dict[str, Any]:
     outcome["checkpoint of four ranks is right"] = same(model, expected(state))
     world.barrier()
     if rank == 0:
-        shard = step / "__3_0.distcp"
-        content = bytearray(shard.read_bytes())
-        content[100] ^= 1
-        shard.write_bytes(content)
+        flip(step / "__3_0.distcp")
     world.barrier()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -163,10 +159,6 @@ def come_to_one_outcome(root: Path) -> dict[str, Any]:
     outcome["stage is right"] = all((value == 1).all() for value in stage.parameters())
     world.close()
     return outcome
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 LAYERS, WIDTH = 12, 2048  # 16 MiB each, 192 MiB together

@@ -1,7 +1,6 @@
 """A model with everything that is awkward to load, and its weights in every kind of file that is read."""
 
 import json
-import os
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -146,13 +145,3 @@ KINDS: dict[str, Callable[[Path, State], Path]] = {
         *(bin_single, bin_sharded, bare_pt, nested_pth, checkpoint, foreign_dcp),
     )
 }
-
-
-class Plant:
-    """An object that makes a file when it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        return os.mkdir, (str(self.marker),)
