@@ -134,25 +134,6 @@ def test_plateau_is_pytorchs_own_with_a_smallest_rate_per_group() -> None:
     assert schedule.get_last_lr() == pytest.approx([0.2, 0.05])
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"unit": "batch"}, "unit='batch' is not known. Use 'step', 'epoch' or 'token'."),
-        ({"min_lr_ratio": 0.1}, "min_lr_ratio=0.1 means nothing to 'constant'. Leave it out, or use 'cosine'"),
-        ({"name": "cosine", "decay_steps": 5}, "decay_steps=5 means nothing to 'cosine'. Leave it out, or use 'wsd'."),
-        ({"name": "cosine", "min_lr_ratio": 1.5}, "min_lr_ratio=1.5 is not a number from 0 to 1"),
-        ({"warmup_steps": 1.5}, "warmup_steps=1.5 is not a fraction of the total"),
-        ({"name": "wsd", "decay_shape": "exponential"}, "never reaches min_lr_ratio=0"),
-        ({"name": "plateau", "warmup_steps": 5}, "Leave out warmup_steps=5"),
-        ({"name": "plateau", "unit": "epoch"}, 'and unit="epoch"'),
-    ],
-)
-def test_a_value_that_cannot_work_is_refused_when_built(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        ScheduleParameters(**values)
-    assert message in str(error.value)
-
-
 def test_a_total_that_nobody_knows_is_refused_where_it_matters() -> None:
     with pytest.raises(ConfigError, match="total_steps=None, and 'cosine' needs the run's length"):
         build_schedule(ScheduleParameters(name="cosine"), optimizer(), total_steps=None)
