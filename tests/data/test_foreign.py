@@ -68,23 +68,14 @@ def test_the_epoch_is_told_to_loaders_samplers_and_datasets_that_want_it() -> No
     source = Polled(2)
     read(open_stream(source), passes=3)
     assert source.epochs == [0, 1, 2]
-    sampler = EpochSampler()
+    sampler = EpochSampler(4)
     read(open_stream(DataLoader(list(range(4)), 2, sampler=sampler)), passes=2)
     assert sampler.epochs == [0, 1]
 
 
-class EpochSampler:
-    def __init__(self) -> None:
-        self.epochs: list[int] = []
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epochs.append(epoch)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(4))
-
+class EpochSampler(Polled):
     def __len__(self) -> int:
-        return 4
+        return self.length
 
 
 def test_an_endless_generator_is_read_window_by_window() -> None:
