@@ -1,4 +1,4 @@
-"""Stages and changed weights of a mixture that packed rows do not hide."""
+"""Stages of a mixture that packed rows do not hide."""
 
 from typing import Any
 
@@ -49,24 +49,3 @@ def test_parts_of_a_block_lose_nothing_and_are_those_of_a_resume() -> None:
     for number in range(80, len(rows)):
         assert (rows[number]["tokens"] == again[number]["tokens"]).all()
     assert any((rows[number]["labels"] == api.IGNORED).any() for number in range(len(rows)))
-
-
-def test_changed_weights_count_from_the_next_block() -> None:
-    mixture = two_sources(at=10_000)
-    rows = api.PackedRows(mixture, row_length=100, block_size=100)  # 20 rows
-    stream = api.train_stream(
-        api.DistributedDataLoader(rows, batch_size=3), accumulation=1, dp_rank=0, dp_size=1, seed=0
-    )
-    stream.seek(api.DataPosition(0, 0, 0), None)
-    tokens: list[Any] = []
-
-    def step() -> None:
-        window = stream.next_window()
-        tokens.extend(row for batch in window.batches for row in batch["tokens"])
-
-    step()
-    mixture.set_weights({"b": 1})
-    for _ in range(8):
-        step()
-    assert [bool((row >= 100_000).any()) for row in tokens] == [False] * 20 + [True] * 7
-    stream.close()
