@@ -96,18 +96,6 @@ def test_plans_of_any_numbers_go_on_in_any_layout(number: int) -> None:
         assert [lane_truth.digest(step) for step in found] == [lane_truth.digest(step) for step in expected]
 
 
-@pytest.mark.parametrize("kind", lane_truth.KINDS)
-@pytest.mark.parametrize("stop", [1, 9, 20])
-def test_each_kind_of_source_goes_on_with_other_ranks_and_workers(kind: str, stop: int, tmp_path: Path) -> None:
-    source = lane_truth.make_source(kind, tmp_path, SMALL)
-    options = {"lanes": 4, "transforms": EVERYTHING}
-    expected = lane_truth.read_in_parts(lambda: source, [((1, 1, 0), stop + 6)], **options)
-    found = lane_truth.read_in_parts(lambda: source, [((2, 1, 2), stop), ((1, 4, 2), 3), ((4, 2, 0), 3)], **options)
-    assert [lane_truth.digest(step) for step in found] == [lane_truth.digest(step) for step in expected]
-    other = lane_truth.read_in_parts(lambda: source, [((1, 1, 0), stop), ((1, 1, 0), 6)], seed=4, **options)
-    assert [lane_truth.digest(step) for step in other] != [lane_truth.digest(step) for step in expected]  # the control
-
-
 def test_a_state_handed_out_by_reference_is_copied(tmp_path: Path) -> None:
     source, options = lane_truth.make_source("live", tmp_path, SMALL), {"lanes": 4, "transforms": [Shuffle(5)]}
     streams = lane_truth.open_lanes(source, (1, 1, 0), **options)
