@@ -60,37 +60,31 @@ def test_a_token_predicts_its_next_one_also_where_the_row_ends(method: Literal["
     assert num_cut > 0
 
 
-def test_documents_may_be_mappings_with_weights_for_each_token() -> None:
-    class Answers(NumberedDocuments):
-        def __getitem__(self, position: int) -> Any:  # type: ignore[override]
-            ids = super().__getitem__(position)
-            return {"input_ids": torch.from_numpy(ids), "weights": [0.0, 0.0, *[0.5] * (len(ids) - 2)]}
+class Answers(NumberedDocuments):
+    """Documents whose tokens after the second have a weight."""
 
-    rows = PackedRows(Answers([5, 6]), 12, field="input_ids")
-    row = rows[0]
-    assert row["documents"].tolist() == [0] * 6 + [1] * 5 + [-1]
-    assert row["labels"].tolist() == [-100, *range(100002, 100006), -100, -100, 2, 3, 4, -100, -100]
-    assert row["weights"].tolist() == [0, 0.5, 0.5, 0.5, 0.5, 0, 0, 0.5, 0.5, 0.5, 0, 0]
-    with pytest.raises(DataError, match=r"has no 'tokens', but 'input_ids', 'weights'\. Name its token ids in field="):
-        PackedRows(Answers([5, 6]), 12)[0]
-
-
-class Weighted(NumberedDocuments):
-    """Documents whose weights are `weight`, but for those at the positions in `learned`, which have 1."""
-
-    def __init__(self, sizes: Any, weight: float) -> None:
-        super().__init__(sizes)
+    def __init__(self, lengths: Any, weight: float) -> None:
+        super().__init__(lengths)
         self.weight = weight
 
     def __getitem__(self, position: int) -> Any:
         ids = super().__getitem__(position)
-        return {"tokens": ids, "weights": [self.weight] * len(ids)}
+        return {"input_ids": torch.from_numpy(ids), "weights": [0.0, 0.0, *[self.weight] * (len(ids) - 2)]}
+
+
+def test_documents_may_be_mappings_with_weights_for_each_token() -> None:
+    row = PackedRows(Answers([5, 6], 0.5), 12, field="input_ids")[0]
+    assert row["documents"].tolist() == [0] * 6 + [1] * 5 + [-1]
+    assert row["labels"].tolist() == [-100, *range(100002, 100006), -100, -100, 2, 3, 4, -100, -100]
+    assert row["weights"].tolist() == [0, 0.5, 0.5, 0.5, 0.5, 0, 0, 0.5, 0.5, 0.5, 0, 0]
+    with pytest.raises(DataError, match=r"has no 'tokens', but 'input_ids', 'weights'\. Name its token ids in field="):
+        PackedRows(Answers([5, 6], 0.5), 12)[0]
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan")])
 def test_a_weight_that_is_none_is_refused(weight: float) -> None:
     with pytest.raises(DataError, match=rf"document at position 0 has a weight of {weight}"):
-        PackedRows(Weighted([5], weight), 12)[0]
+        PackedRows(Answers([5], weight), 12, field="input_ids")[0]
 
 
 def test_a_row_depends_on_its_position_and_the_seed_alone() -> None:
