@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.data.stream import TrainStream, train_stream
+from dream_trainer.data.stream import TrainStream, train_stream, validation_batches
 from dream_trainer.data.window import DataPosition, Window
 
 Layout = tuple[int, int, int]
@@ -15,6 +15,10 @@ Layout = tuple[int, int, int]
 
 def open_stream(loader: Any, accumulation: int = 1, *, rank: int = 0, size: int = 1, seed: int = 3, **more: Any) -> Any:
     return train_stream(loader, accumulation=accumulation, dp_rank=rank, dp_size=size, seed=seed, **more)
+
+
+def open_validation(loader: Any, rank: int = 0, size: int = 1, seed: int = 0) -> Any:
+    return validation_batches(loader, dp_rank=rank, dp_size=size, seed=seed)
 
 
 def open_ranks(

@@ -9,6 +9,7 @@ import torch
 
 from tests import api
 from tests.data.lane_truth import LiveLines, next_step, open_lanes, read_in_parts, write_tar
+from tests.data.reading import open_validation
 
 LIVE = api.IterableShards(LiveLines, [(shard, 20) for shard in range(8)])
 SHORT = api.IterableShards(LiveLines, [(shard, 1) for shard in range(4)])
@@ -100,10 +101,7 @@ def shuffled_stream() -> Any:
             "does not come back to where it was by its own state",
             lambda: next(iter(api.StreamLoader(shuffled_stream(), 2))),
         ),
-        (
-            "A StreamLoader is for training",
-            lambda: api.validation_batches(api.StreamLoader(LIVE, 2), dp_rank=0, dp_size=1, seed=0),
-        ),
+        ("A StreamLoader is for training", lambda: open_validation(api.StreamLoader(LIVE, 2))),
         ("made for several ranks already", lambda: api.PerRankLoader(api.StreamLoader(LIVE, 2))),
         (
             "not one whole step of all lanes: lane 0 has 1 of the 2 samples",

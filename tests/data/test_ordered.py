@@ -7,7 +7,7 @@ import torch
 
 from tests import api
 from tests.data import reading
-from tests.data.reading import Layout, open_ranks, open_stream
+from tests.data.reading import Layout, open_ranks, open_stream, open_validation
 
 GLOBAL_BATCH = 8
 
@@ -120,7 +120,7 @@ def test_a_dataset_with_an_order_is_not_shuffled_and_an_endless_one_not_validate
     with pytest.raises(api.DataError, match="shuffle=False"):
         api.DistributedDataLoader(Walk(), 2, shuffle=True)
     with pytest.raises(api.DataError, match="never ends"):
-        api.validation_batches(api.DistributedDataLoader(Walk(), 2), dp_rank=0, dp_size=1, seed=0)
-    batches = api.validation_batches(api.DistributedDataLoader(Walk(5), 2), dp_rank=0, dp_size=1, seed=0)
+        open_validation(api.DistributedDataLoader(Walk(), 2))
+    batches = open_validation(api.DistributedDataLoader(Walk(5), 2))
     assert [len(batch) for batch in batches] == [2, 2, 1]
     assert [len(batch) for batch in batches] == [2, 2, 1]
