@@ -157,8 +157,9 @@ def test_passes_of_a_length_follow_each_other() -> None:
         begun(limited, epoch=2)
 
 
-def test_weights_that_were_set_count_from_the_position_asked_and_are_in_the_state() -> None:
-    mixture = begun(three(stages=[Stage(at=5000, weights={"a": 1})]))
+def test_weights_that_were_set_count_from_the_position_asked_to_the_next_stage_and_are_in_the_state() -> None:
+    stages = [Stage(at=500, weights={"a": 3, "b": 1}, ramp=3000), Stage(at=5000, weights={"a": 1})]
+    mixture = begun(three(stages=stages))
     before = samples(mixture, 0, 2100)
     assert not mixture.changes_at(2000)
     mixture.set_weights({"c": 1, "b": 1})
@@ -170,18 +171,9 @@ def test_weights_that_were_set_count_from_the_position_asked_and_are_in_the_stat
     assert {name for name, _ in after[:2900]} == {"b", "c"}
     assert {name for name, _ in after[2900:]} == {"a"}
     for state in (saved_before, mixture.state_at(2100), mixture.state_at(4000)):
-        resumed = begun(three(stages=[Stage(at=5000, weights={"a": 1})]), state=state)
+        resumed = begun(three(stages=stages), state=state)
         assert resumed.changes_at(2100) == (state is saved_before)  # asked for, and not yet done
         assert samples(resumed, 2100, 6000) == after
-
-
-def test_weights_set_during_a_ramp_count_until_the_next_stage() -> None:
-    stages = [Stage(at=500, weights={"a": 3, "b": 1}, ramp=3000), Stage(at=4000, weights={"a": 1})]
-    mixture = begun(three(stages=stages))
-    mixture.set_weights({"b": 1})
-    assert mixture.changes_at(1000)
-    assert {name for name, _ in samples(mixture, 1000, 4000)} == {"b"}
-    assert {name for name, _ in samples(mixture, 4000, 5000)} == {"a"}
 
 
 def test_weights_asked_for_when_a_pass_has_ended_are_saved() -> None:
