@@ -87,17 +87,6 @@ def test_a_weight_that_is_none_is_refused(weight: float) -> None:
         PackedRows(Answers([5], weight), 12, field="input_ids")[0]
 
 
-def test_a_row_depends_on_its_position_and_the_seed_alone() -> None:
-    lengths = web_like_lengths(300)
-    rows, again, other = (PackedRows(NumberedDocuments(lengths), LENGTH, block_size=50) for _ in range(3))
-    for found, seed in ((rows, 1), (again, 1), (other, 2)):
-        found.begin(seed, None)
-    forwards = [rows[position]["tokens"] for position in range(len(rows))]
-    backwards = [again[position]["tokens"] for position in reversed(range(len(again)))]
-    assert torch.equal(torch.stack(forwards), torch.stack(backwards[::-1]))
-    assert not torch.equal(forwards[0], other[0]["tokens"])
-
-
 def test_another_pass_has_its_rows_in_another_order() -> None:
     rows = PackedRows(NumberedDocuments(web_like_lengths(300)), LENGTH)
     first = real_tokens(rows)
