@@ -32,35 +32,60 @@ def open_ranks(
     return [open_stream(loader, accumulation, rank=rank, size=ranks, seed=seed) for rank, loader in enumerate(loaders)]
 
 
+End = tuple[DataPosition, dict[str, Any] | None, bool]
+"""Where a rank is after a step, its own state there, and whether the pass is over."""
+
+
 class Job:
-    """All ranks of a run, in one process, which read and are resumed as a trainer does it."""
+    """All ranks of a run, in one process, which read, save and resume as a trainer does it."""
 
     def __init__(self, streams: Sequence[TrainStream]) -> None:
         self.streams = streams
-        self.windows: list[Any] = []  # of each rank in the last step
+        self.ends: list[End] = [(DataPosition(0, 0, 0), None, False) for _ in streams]
+        self._ahead: list[Any] | None = None
 
     @property
     def datasets(self) -> list[Any]:
         return [stream.reader.loader.dataset for stream in self.streams]
 
     @property
-    def end(self) -> DataPosition:
-        return self.windows[0].end
+    def position(self) -> DataPosition:
+        return self.ends[0][0]
 
     def read(self, count: int) -> Iterator[list[Any]]:
         """The micro-batches of each of the next steps, in global order."""
         for _ in range(count):
-            windows: list[Any] = [stream.next_window() for stream in self.streams]
-            if windows[0] is None:  # the end of a pass, which the last window did not know
-                assert windows == [None] * len(windows)
-                windows = [stream.next_window() for stream in self.streams]
-            per_rank = [list(window.batches) for window in windows]
-            assert [window.size for window in windows] == [len(batches) for batches in per_rank]
-            if windows[0].is_last:
+            windows = self._ahead or self._load() or self._load()
+            assert windows is not None
+            is_over, self._ahead = windows[0].is_last, None
+            if is_over is None:  # which only the next window tells
+                self._ahead = self._load()
+                is_over = self._ahead is None
+            positions = [self._after(*each) for each in zip(self.ends, windows, strict=True)]
+            self.ends = [(at, window.rank_state, is_over) for at, window in zip(positions, windows, strict=True)]
+            if is_over:
                 for stream in self.streams:
                     stream.end_pass()
-            self.windows = windows
-            yield [batch for chunk in zip(*per_rank, strict=True) for batch in chunk]
+            yield [batch for chunk in zip(*(window.batches for window in windows), strict=True) for batch in chunk]
+
+    def _load(self) -> list[Any] | None:
+        windows: list[Any] = [stream.next_window() for stream in self.streams]
+        if windows[0] is None:
+            assert windows == [None] * len(windows)
+            return None
+        for window in windows:
+            window.batches = list(window.batches)
+            assert len(window.batches) == window.size
+        return windows
+
+    @staticmethod
+    def _after(before: End, window: Any) -> DataPosition:
+        """Where a window ends; samples that its loader does not count are counted."""
+        end, former = window.end, before[0]
+        if end.samples or window.sizes is None:
+            return end
+        samples = former.samples if former.epoch == end.epoch else 0
+        return DataPosition(end.epoch, samples + sum(window.sizes), end.batches)
 
     def steps(self, count: int) -> list[Any]:
         """The next steps in the form in which they are compared."""
@@ -68,19 +93,21 @@ class Job:
 
     def saved(self) -> list[str]:
         """What each rank would save now, in a file."""
-        ends = [
-            (asdict(window.end), window.rank_state, bool(window.is_last), stream.state_at(window.end))
-            for stream, window in zip(self.streams, self.windows, strict=False)
+        return [
+            json.dumps([asdict(position), rank_state, is_over, stream.state_at(position)])
+            for stream, (position, rank_state, is_over) in zip(self.streams, self.ends, strict=True)
         ]
-        return [json.dumps(end) for end in ends]
 
     def go_on(self, saved: Sequence[str]) -> None:
         """From what all ranks of a job saved, which may have had others."""
-        ends = [json.loads(end) for end in saved]
+        files = [json.loads(text) for text in saved]
         for number, stream in enumerate(self.streams):
-            position, _, is_pass_over, state = ends[number % len(ends)]
-            rank_state = stream.united([end[1] for end in ends])
-            stream.seek(DataPosition(**position), rank_state, is_pass_over=is_pass_over, state=state)
+            position, own, is_over, state = files[number % len(files)]
+            rank_state = own if len(files) == len(self.streams) else None
+            if stream.resumes_from_all_ranks:
+                rank_state = stream.united([of_rank for _, of_rank, _, _ in files])
+            self.ends[number] = (DataPosition(**position), rank_state, is_over)
+            stream.seek(self.ends[number][0], rank_state, is_pass_over=is_over, state=state)
 
     def close(self) -> None:
         for stream in self.streams:
@@ -97,12 +124,13 @@ def read_in_parts(
     saved: list[str] = []
     for number, (layout, count) in enumerate(parts):
         job = open_job(layout)
-        if saved:
+        if number > 0:
             job.go_on(saved)
         if number == 1:
             between(job)
         found += job.steps(count)
-        saved = job.saved()
+        if number + 1 < len(parts):
+            saved = job.saved()
         job.close()
     return found
 

@@ -1,8 +1,6 @@
 """Several training loaders as one: against plain loops, on any layout, from any place."""
 
-import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
 from itertools import chain, cycle, islice
 from typing import Any
 
@@ -164,51 +162,12 @@ GROUPS = {
 }
 
 
-class Reader:
-    """Reads steps as the trainer does, which looks one window ahead where the end is not known, and keeps its place."""
-
-    def __init__(self, loader: Any) -> None:
-        self.stream = open_stream(loader, 2, batch_size=api.SampleCount(self.samples))
-        self.position, self.rank_state, self.is_over = api.DataPosition(0, 0, 0), None, False
-        self.ahead: Any = None
-
-    @staticmethod
-    def samples(batch: Any) -> int:
-        """Also of a batch that comes with its loader's name."""
-        return len(batch[0] if isinstance(batch[0], torch.Tensor) else batch[1][0])
-
-    def save(self) -> str:
-        state = self.stream.state_at(self.position)
-        return json.dumps([asdict(self.position), self.rank_state, self.is_over, state])
-
-    def load(self, text: str) -> None:
-        position, rank_state, is_over, state = json.loads(text)
-        self.position, self.rank_state, self.is_over = api.DataPosition(**position), rank_state, is_over
-        self.stream.seek(self.position, rank_state, is_pass_over=is_over, state=state)
-
-    def step(self) -> list[Any]:
-        window = self.ahead or self._load()
-        self.ahead = None
-        if window.is_last is None:
-            self.ahead = self._load()
-        self.is_over = window.is_last if window.is_last is not None else self.ahead is None
-        counted = sum(window.sizes) if window.samples is None else window.samples
-        before = self.position.samples if self.position.epoch == window.end.epoch else 0
-        end = window.end
-        self.position = end if end.samples else api.DataPosition(end.epoch, before + counted, end.batches)
-        self.rank_state = window.rank_state
-        if self.is_over:
-            self.stream.end_pass()
-        return [_tokens(batch) for batch in window.batches]
-
-    def _load(self) -> Any:
-        window = self.stream.next_window()
-        if window is not None:
-            window.batches = list(window.batches)
-        return window
+def samples_of(batch: Any) -> int:
+    """Also of a batch that comes with its loader's name."""
+    return len(batch[0] if isinstance(batch[0], torch.Tensor) else batch[1][0])
 
 
-def _tokens(batch: Any) -> Any:
+def plain(batch: Any) -> Any:
     if isinstance(batch, dict):
         return {name: samples.tolist() for name, (samples,) in batch.items()}
     return batch[0], batch[1][0].tolist()
@@ -217,19 +176,24 @@ def _tokens(batch: Any) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_group_goes_on_from_any_step_twice_in_a_row(kind: str, group: str) -> None:
-    build = lambda: GROUPS[group](KINDS[kind]())  # noqa: E731
-    whole = Reader(build())
-    wanted = [whole.step() for _ in range(24)]
+    def opened() -> reading.Job:
+        loader = GROUPS[group](KINDS[kind]())
+        return reading.Job([open_stream(loader, 2, batch_size=api.SampleCount(samples_of))])
+
+    def steps(job: reading.Job, count: int) -> list[Any]:
+        return [[plain(batch) for batch in batches] for batches in job.read(count)]
+
+    wanted = steps(opened(), 24)
     assert len({str(step) for step in wanted}) > 8
     for first in range(20):
-        run = Reader(build())
-        assert [run.step() for _ in range(first)] == wanted[:first]
+        job = opened()
+        assert steps(job, first) == wanted[:first]
         for at in (first, first + 2):
-            saved = run.save()
-            run = Reader(build())
-            run.load(saved)
-            assert run.save() == saved, "a checkpoint right after the resume"
-            assert [run.step() for _ in range(2)] == wanted[at : at + 2], (first, at)
+            saved = job.saved()
+            job = opened()
+            job.go_on(saved)
+            assert job.saved() == saved, "a checkpoint right after the resume"
+            assert steps(job, 2) == wanted[at : at + 2], (first, at)
 
 
 @pytest.mark.parametrize("group", [api.LoaderGroup, api.AlternatingLoaders])
@@ -252,7 +216,7 @@ def test_a_stream_in_a_group_goes_on_on_other_ranks() -> None:
 
     whole = job((1, 1, 0))
     assert read_in_parts(job, [((ranks, 1, 0), 3) for ranks in (1, 2, 4, 2, 1)]) == whole.steps(15)
-    assert whole.end.epoch == 0, "the stream repeats, so that the group has no end"
+    assert whole.position.epoch == 0, "the stream repeats, so that the group has no end"
 
 
 def test_loaders_of_one_length_have_orders_of_their_own() -> None:

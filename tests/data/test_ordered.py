@@ -100,7 +100,7 @@ def test_the_state_of_a_position_knows_nothing_of_what_was_loaded_after_it() -> 
     job = Job((1, 2, 2))
     (stream,) = job.streams
     job.steps(2)
-    position, state = job.end, stream.state_at(job.end)
+    position, state = job.position, stream.state_at(job.position)
     assert state == {"turns": [0], "anchor": [15, 105]}
     job.steps(1)
     assert stream.state_at(position) == state

@@ -41,7 +41,7 @@ class Job(reading.Job):
         """A digest of each step's real tokens and labels."""
         digests: list[str] = []
         for batches in self.read(count):
-            digest = hashlib.sha256(str(self.end.epoch).encode())
+            digest = hashlib.sha256(str(self.position.epoch).encode())
             for batch in batches:
                 for tokens, labels, documents in zip(batch["tokens"], batch["labels"], batch["documents"], strict=True):
                     real = documents >= 0
