@@ -94,22 +94,6 @@ def test_a_warmup_the_run_does_not_outlast_is_cut_off_by_its_end() -> None:
             assert max(factor(step) for step in range(10)) == largest
 
 
-@pytest.mark.parametrize("values", [values for values, _ in FORMS], ids=str)
-@pytest.mark.parametrize("stop", [3, 36])
-def test_a_resume_in_the_middle_goes_on_with_the_same_rates(values: dict[str, Any], stop: int) -> None:
-    parameters = ScheduleParameters(warmup_steps=WARMUP, **values)
-    whole = rates(build_schedule(parameters, optimizer(), total_steps=TOTAL), TOTAL)
-    before = build_schedule(parameters, optimizer(), total_steps=TOTAL)
-    rates(before, stop)
-    text = typed_json.dumps({"schedule": before.state_dict(), "optimizer": before.optimizer.state_dict()})
-    after = build_schedule(parameters, optimizer(), total_steps=TOTAL)
-    saved = typed_json.loads(text)
-    after.optimizer.load_state_dict(saved["optimizer"])
-    after.load_state_dict(saved["schedule"])
-    assert rates(after, TOTAL - stop) == whole[stop:]
-    assert after.get_last_lr() == whole[-1]
-
-
 def test_a_longer_run_stretches_what_is_left_of_the_schedule() -> None:
     parameters = ScheduleParameters(name="wsd", decay_steps=10)
     before = build_schedule(parameters, optimizer(), total_steps=TOTAL)
