@@ -60,6 +60,18 @@ class ShuffledStream(IterableDataset[int]):
         yield from buffer
 
 
+class KeepsNext:
+    """Knows how far it is."""
+
+    next = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
 class Order(Sampler[int]):
     """Somebody's sampler, which draws its order from a global generator when a pass begins."""
 

@@ -8,7 +8,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.api import DataError, DataPosition, PerRankLoader
 from tests.data.reading import open_stream, read
-from tests.data.samples import ShuffledStream
+from tests.data.samples import KeepsNext, ShuffledStream
 
 
 class Polled:
@@ -105,11 +105,10 @@ def test_a_per_rank_loader_is_used_as_it_is_on_each_rank() -> None:
     assert not any(stream.is_even for stream in streams)
 
 
-class CountedStream(IterableDataset):
+class CountedStream(KeepsNext, IterableDataset):
     """An iterable dataset that knows where it is and notes what it produced in this process."""
 
     def __init__(self) -> None:
-        self.next = 0
         self.produced: list[int] = []
 
     def __iter__(self) -> Iterator[int]:
@@ -118,12 +117,6 @@ class CountedStream(IterableDataset):
             self.produced.append(self.next - 1)
             yield self.next - 1
         self.next = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"next": self.next}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.next = state["next"]
 
 
 def test_reading_again_is_reported(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,7 @@ from dream_trainer.checkpoint import typed_json
 from tests.api import DataError, DataPosition, PerRankLoader, SampleCount, TrainStream
 from tests.data import reading
 from tests.data.reading import read, windows_until
-from tests.data.samples import Order, ShuffledStream, global_states
+from tests.data.samples import KeepsNext, Order, ShuffledStream, global_states
 
 LENGTH = 20
 
@@ -47,11 +47,8 @@ class LiveShuffle:
         self.buffer, self.next = state["buffer"], state["next"]
 
 
-class OrderAtStart:
+class OrderAtStart(KeepsNext):
     """Draws a pass's order when the pass begins, and knows only how far it is in it."""
-
-    def __init__(self) -> None:
-        self.next = 0
 
     def __iter__(self) -> Iterator[list[int]]:
         order = torch.randperm(LENGTH).tolist()
@@ -60,19 +57,11 @@ class OrderAtStart:
             yield order[self.next - 2 : self.next]
         self.next = 0
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"next": self.next}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.next = state["next"]
-
-
-class EndedUntilRead:
+class EndedUntilRead(KeepsNext):
     """Keeps a state that was loaded until it has read it to its end, also where that was its end already."""
 
-    def __init__(self) -> None:
-        self.next = 0
-        self.was_loaded = False
+    was_loaded = False
 
     def __iter__(self) -> Iterator[list[Any]]:
         if not self.was_loaded:
@@ -82,11 +71,9 @@ class EndedUntilRead:
             self.next += 2
             yield [self.next - 2, self.next - 1, random.random()]
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"next": self.next}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.next, self.was_loaded = state["next"], True
+        super().load_state_dict(state)
+        self.was_loaded = True
 
 
 class LazyBatches:

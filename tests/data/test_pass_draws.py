@@ -20,7 +20,7 @@ from dream_trainer.checkpoint import typed_json
 from tests.api import DataPosition, SeededPass, TrainStream, draws_at_start_only, hash_seed, seed_cpu
 from tests.data import reading
 from tests.data.reading import read, windows_until
-from tests.data.samples import Order, global_states
+from tests.data.samples import KeepsNext, Order, global_states
 
 SEED, EPOCH, RANK, LENGTH = 3, 0, 1, 8
 DRAWS: dict[str, Callable[[], Any]] = {
@@ -70,12 +70,8 @@ class LateNoise:
         self.next = 0
 
 
-class LateNoiseWithState(LateNoise):
-    def state_dict(self) -> dict[str, int]:
-        return {"next": self.next}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.next = state["next"]
+class LateNoiseWithState(KeepsNext, LateNoise):
+    """The same, which knows where it is."""
 
 
 @pytest.mark.pitfall(76)
