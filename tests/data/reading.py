@@ -5,9 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.data.stream import TrainStream, train_stream, validation_batches
-from dream_trainer.data.window import DataPosition, Window
+from tests.api import DataPosition, DistributedDataLoader, TrainStream, train_stream, validation_batches
 
 Layout = tuple[int, int, int]
 """(ranks, accumulation, workers)"""
@@ -147,7 +145,7 @@ def read(stream: TrainStream, passes: int) -> list[list[Any]]:
     return windows
 
 
-def windows_until(stream: TrainStream, count: int) -> list[Window]:
+def windows_until(stream: TrainStream, count: int) -> list[Any]:
     """The first `count` windows of all passes, of a stream that has read one ahead, as the loop does."""
     windows = []
     while len(windows) < count:
