@@ -11,7 +11,6 @@ from typing import Any
 from dream_trainer.data.lane_stream import LaneStream, StreamLoader
 from dream_trainer.data.sources.stream_sources import IterableShards, WebDatasetShards
 from dream_trainer.data.stream import train_stream
-from dream_trainer.data.window import DataPosition
 from tests.data import reading
 from tests.data.reading import Layout
 
@@ -137,16 +136,6 @@ def open_lanes(
     ]
     assert all(isinstance(stream, LaneStream) for stream in streams)
     return streams  # type: ignore[return-value]
-
-
-def next_step(streams: Sequence[LaneStream]) -> tuple[list[Any], DataPosition, list[dict[str, Any] | None]] | None:
-    """One step of all ranks: its samples, where it ends, and each rank's state there; None where a rank's pass ends."""
-    windows = [stream.next_window() for stream in streams]
-    if any(window is None for window in windows):
-        return None
-    samples = [sample for window in windows if window for batch in window.batches for sample in batch]
-    position = windows[0].end  # type: ignore[union-attr]
-    return samples, position, [window.rank_state for window in windows if window is not None]
 
 
 class Job(reading.Job):
