@@ -70,7 +70,7 @@ _NAMES = {
     "dream_trainer.data.ordered": "ENDLESS OrderedDataset",
     "dream_trainer.data.packing.attention_mask": "PackedSegments handlers packed_attention packed_attention_mask",
     "dream_trainer.data.packing.packed_rows": (
-        "DocumentRows IGNORED PADDING PackedRows PaddedRows Row pack_best_fit pack_concatenated"
+        "IGNORED PADDING PackedRows PaddedRows Row pack_best_fit pack_concatenated"
     ),
     "dream_trainer.data.sample_count": "SampleCount count_tokens",
     "dream_trainer.data.sampler": (

@@ -32,7 +32,7 @@ CI_ONLY = tuple(
         callbacks/test_every_callback.py callbacks/test_on_ranks.py::test_all callbacks/test_two_ranks.py
         checkpoint/test_retention.py::test_killed checkpoint/test_written_before.py::test_a_run_goes_on_in
         cli/test_new_command.py::test_a_project_trains compat/test_pipelining.py data/test_foreign_resume.py
-        data/test_lanes.py::test_each_kind data/test_loader_group.py::test_a_group_goes_on data/test_mixture_resume.py
+        data/test_loader_group.py::test_a_group_goes_on data/test_mixture_resume.py
         data/test_packed_mixture.py data/test_packed_resume.py data/test_stream.py::test_samples_and_draws docs/
         examples/ faults/test_disk.py faults/test_foreign_workers.py faults/test_kills.py::test_under_torchrun
         faults/test_local_checkpoints.py faults/test_signals.py::test_sigterm_to_torchrun faults/test_terminals.py

@@ -1,16 +1,11 @@
 """Documents in an order of their own, without a mixture; at module level, so that worker processes can import them."""
 
-import json
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dream_trainer.data.ordered import ENDLESS, OrderedDataset
-from dream_trainer.data.packing.packed_rows import DocumentRows, PaddedRows
-from dream_trainer.data.window import DataPosition
-from tests.data.reading import Layout, close, next_step, open_ranks, seek
 
 APART = 100_000
 """Token `t` of document `d` is `d * APART + t`: each says where it comes from."""
@@ -52,33 +47,3 @@ class NumberedDocuments(OrderedDataset):
 def web_like_lengths(count: int, seed: int = 0) -> NDArray[np.int64]:
     """Lengths as texts have them: most are short, some are very long."""
     return np.maximum(np.random.RandomState(seed).lognormal(4.0, 1.0, count).astype(np.int64), 1)
-
-
-class PackedJob:
-    """All ranks of a run over rows, in one process."""
-
-    def __init__(self, make_rows: Callable[[], DocumentRows], layout: Layout, global_batch: int, seed: int) -> None:
-        example = make_rows()
-        options = {"collate_fn": example.collate} if isinstance(example, PaddedRows) else {}
-        self.streams = open_ranks(make_rows, layout, global_batch, seed=seed, **options)
-
-    def go_on(self, saved: str) -> None:
-        """From what `saved` gave, written to a file and read again."""
-        position, state = json.loads(saved)
-        seek(self.streams, DataPosition(**position), state)
-
-    def read(self, count: int) -> Iterator[tuple[int, list[Any]]]:
-        """The epoch and the batches of each step."""
-        while count:
-            if (step := next_step(self.streams)) is not None:
-                batches, window = step
-                self.end, count = window.end, count - 1
-                yield self.end.epoch, batches
-
-    def saved(self) -> list[str]:
-        """What each rank would save now."""
-        position = {name: getattr(self.end, name) for name in ("epoch", "samples", "batches", "length")}
-        return [json.dumps((position, stream.state_at(self.end))) for stream in self.streams]
-
-    def close(self) -> None:
-        close(self.streams)

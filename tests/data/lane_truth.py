@@ -11,7 +11,8 @@ from typing import Any
 from dream_trainer.data.lane_stream import LaneStream, StreamLoader
 from dream_trainer.data.sources.stream_sources import IterableShards, WebDatasetShards
 from dream_trainer.data.stream import train_stream
-from dream_trainer.data.window import DataPosition
+from tests.data import reading
+from tests.data.reading import Layout
 
 GLOBAL_BATCH = 8
 LAYOUTS = [(1, 1, 0), (2, 2, 2), (4, 1, 0), (1, 4, 2), (2, 1, 0), (4, 2, 2)]
@@ -118,7 +119,7 @@ def expected_steps(
 
 
 def open_lanes(
-    source: Any, layout: tuple[int, int, int], *, seed: int = 3, global_batch: int = GLOBAL_BATCH, **options: Any
+    source: Any, layout: Layout, *, seed: int = 3, global_batch: int = GLOBAL_BATCH, **options: Any
 ) -> list[LaneStream]:
     """The streams of all ranks."""
     ranks, accumulation, workers = layout
@@ -137,36 +138,16 @@ def open_lanes(
     return streams  # type: ignore[return-value]
 
 
-def next_step(streams: Sequence[LaneStream]) -> tuple[list[Any], DataPosition, list[dict[str, Any] | None]] | None:
-    """One step of all ranks: its samples, where it ends, and each rank's state there; None where a rank's pass ends."""
-    windows = [stream.next_window() for stream in streams]
-    if any(window is None for window in windows):
-        return None
-    samples = [sample for window in windows if window for batch in window.batches for sample in batch]
-    position = windows[0].end  # type: ignore[union-attr]
-    return samples, position, [window.rank_state for window in windows if window is not None]
+class Job(reading.Job):
+    """Over lanes."""
+
+    def steps(self, count: int) -> list[list[Any]]:
+        return [[sample for batch in batches for sample in batch] for batches in self.read(count)]
 
 
-def read_in_parts(
-    source: Callable[[], Any], parts: Sequence[tuple[tuple[int, int, int], int]], **options: Any
-) -> list[list[Any]]:
-    """Reads some steps in each layout, one after the other, each by new streams of the states of the one before."""
-    steps: list[list[Any]] = []
-    position, states = DataPosition(0, 0, 0), []
-    for layout, count in parts:
-        streams = open_lanes(source(), layout, **options)
-        for stream in streams:
-            if position.samples:
-                # As a checkpoint has them.
-                stream.seek(position, stream.united(json.loads(json.dumps(states))))
-        for _ in range(count):
-            found = next_step(streams)
-            assert found is not None
-            samples, position, states = found
-            steps.append(samples)
-        for stream in streams:
-            stream.close()
-    return steps
+def read_in_parts(source: Callable[[], Any], parts: Sequence[tuple[Layout, int]], **options: Any) -> list[list[Any]]:
+    """The samples of steps that are read in several layouts, each from what the one before saved."""
+    return reading.read_in_parts(lambda layout: Job(open_lanes(source(), layout, **options)), parts)
 
 
 def digest(samples: Sequence[Any]) -> str:

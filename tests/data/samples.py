@@ -1,13 +1,13 @@
 """Datasets and loaders of the data tests; at module level, so that worker processes can import them."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, Sampler
 
 
 class DrawingDataset(Dataset[dict[str, Any]]):
@@ -58,6 +58,31 @@ class ShuffledStream(IterableDataset[int]):
             if len(buffer) == 4:
                 yield buffer.pop(random.randrange(4))
         yield from buffer
+
+
+class KeepsNext:
+    """Knows how far it is."""
+
+    next = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
+class Order(Sampler[int]):
+    """Somebody's sampler, which draws its order from a global generator when a pass begins."""
+
+    def __init__(self, length: int, permutation: Callable[[int], Any] = torch.randperm) -> None:
+        self.length, self.permutation = length, permutation
+
+    def __iter__(self) -> Iterator[int]:
+        yield from (int(index) for index in self.permutation(self.length))
+
+    def __len__(self) -> int:
+        return self.length
 
 
 class BrokenDataset(Dataset[int]):

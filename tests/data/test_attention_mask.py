@@ -89,15 +89,6 @@ def test_a_changed_document_leaves_every_others_logits_to_the_bit(kind: Literal[
                 assert not torch.equal(after[is_changed], before[is_changed])
 
 
-def test_without_the_mask_they_would_see_each_other() -> None:
-    batch, model = packed_batch(), model_of().eval()
-    is_first = batch["documents"] == 0
-    tokens = torch.where(is_first, (batch["tokens"] + 1) % VOCABULARY, batch["tokens"])
-    with torch.no_grad():
-        before, after = (model(these, batch["positions"], None) for these in (batch["tokens"], tokens))
-    assert not torch.equal(after[~is_first], before[~is_first])
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kv_heads", [1, 4])

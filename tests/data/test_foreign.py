@@ -8,7 +8,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.api import DataError, DataPosition, PerRankLoader
 from tests.data.reading import open_stream, read
-from tests.data.samples import ShuffledStream
+from tests.data.samples import KeepsNext, ShuffledStream
 
 
 class Polled:
@@ -68,23 +68,14 @@ def test_the_epoch_is_told_to_loaders_samplers_and_datasets_that_want_it() -> No
     source = Polled(2)
     read(open_stream(source), passes=3)
     assert source.epochs == [0, 1, 2]
-    sampler = EpochSampler()
+    sampler = EpochSampler(4)
     read(open_stream(DataLoader(list(range(4)), 2, sampler=sampler)), passes=2)
     assert sampler.epochs == [0, 1]
 
 
-class EpochSampler:
-    def __init__(self) -> None:
-        self.epochs: list[int] = []
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epochs.append(epoch)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(4))
-
+class EpochSampler(Polled):
     def __len__(self) -> int:
-        return 4
+        return self.length
 
 
 def test_an_endless_generator_is_read_window_by_window() -> None:
@@ -114,11 +105,10 @@ def test_a_per_rank_loader_is_used_as_it_is_on_each_rank() -> None:
     assert not any(stream.is_even for stream in streams)
 
 
-class CountedStream(IterableDataset):
+class CountedStream(KeepsNext, IterableDataset):
     """An iterable dataset that knows where it is and notes what it produced in this process."""
 
     def __init__(self) -> None:
-        self.next = 0
         self.produced: list[int] = []
 
     def __iter__(self) -> Iterator[int]:
@@ -127,12 +117,6 @@ class CountedStream(IterableDataset):
             self.produced.append(self.next - 1)
             yield self.next - 1
         self.next = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"next": self.next}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.next = state["next"]
 
 
 def test_reading_again_is_reported(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,7 @@ from dream_trainer.checkpoint import typed_json
 from tests.api import DataError, DataPosition, PerRankLoader, SampleCount, TrainStream
 from tests.data import reading
 from tests.data.reading import read, windows_until
-from tests.data.samples import ShuffledStream, global_states
+from tests.data.samples import KeepsNext, Order, ShuffledStream, global_states
 
 LENGTH = 20
 
@@ -47,11 +47,8 @@ class LiveShuffle:
         self.buffer, self.next = state["buffer"], state["next"]
 
 
-class OrderAtStart:
+class OrderAtStart(KeepsNext):
     """Draws a pass's order when the pass begins, and knows only how far it is in it."""
-
-    def __init__(self) -> None:
-        self.next = 0
 
     def __iter__(self) -> Iterator[list[int]]:
         order = torch.randperm(LENGTH).tolist()
@@ -60,19 +57,11 @@ class OrderAtStart:
             yield order[self.next - 2 : self.next]
         self.next = 0
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"next": self.next}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.next = state["next"]
-
-
-class EndedUntilRead:
+class EndedUntilRead(KeepsNext):
     """Keeps a state that was loaded until it has read it to its end, also where that was its end already."""
 
-    def __init__(self) -> None:
-        self.next = 0
-        self.was_loaded = False
+    was_loaded = False
 
     def __iter__(self) -> Iterator[list[Any]]:
         if not self.was_loaded:
@@ -82,11 +71,9 @@ class EndedUntilRead:
             self.next += 2
             yield [self.next - 2, self.next - 1, random.random()]
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"next": self.next}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.next, self.was_loaded = state["next"], True
+        super().load_state_dict(state)
+        self.was_loaded = True
 
 
 class LazyBatches:
@@ -227,38 +214,17 @@ def test_a_loader_is_not_read_again_where_a_new_pass_begins_anyway(caplog: pytes
     assert stream.next_window().end == DataPosition(1, 0, 3)
 
 
-class Shuffled(torch.utils.data.Sampler[int]):
-    """Somebody's sampler, which draws its order from the global generator."""
-
-    def __iter__(self) -> Iterator[int]:
-        yield from torch.randperm(LENGTH).tolist()
-
-    def __len__(self) -> int:
-        return LENGTH
-
-
 @pytest.mark.pitfall(76)
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 def test_a_later_pass_is_resumed_where_workers_persist(kind: type[Any]) -> None:
     def opened() -> TrainStream:
-        return open_stream(
-            kind(range(LENGTH), batch_size=2, sampler=Shuffled(), num_workers=1, persistent_workers=True), 1
-        )
+        return open_stream(kind(DATA, 2, sampler=Order(LENGTH), num_workers=1, persistent_workers=True), 1)
 
-    def windows(stream: TrainStream) -> list[tuple[list[int], Any]]:
-        found = []
-        while (window := stream.next_window()) is not None:
-            found.append((torch.cat(list(window.batches)).tolist(), window))
-        return found
-
-    stream = opened()
-    windows(stream)
-    straight = windows(stream)
-    stream.close()
-    at = straight[3][1]
-    resumed = opened()
+    straight, stopped, resumed = opened(), opened(), opened()
+    expected = read(straight, passes=2)
+    at = windows_until(stopped, 14)[-1]  # of 10 windows in a pass
     resumed.seek(at.end, at.rank_state)
-    rest = windows(resumed)
-    resumed.close()
-    assert sorted(index for samples, _ in straight for index in samples) == list(range(LENGTH))
-    assert [samples for samples, _ in rest] == [samples for samples, _ in straight[4:]]
+    assert read(resumed, passes=1) == expected[14:]
+    assert sorted(number for (batch,) in expected[10:] for number in batch) == DATA
+    for stream in (straight, stopped, resumed):
+        stream.close()

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests import api
-from tests.data.lane_truth import LiveLines, next_step, open_lanes, read_in_parts, write_tar
+from tests.data.lane_truth import Job, LiveLines, open_lanes, read_in_parts, write_tar
+from tests.data.reading import open_validation
 
 LIVE = api.IterableShards(LiveLines, [(shard, 20) for shard in range(8)])
 SHORT = api.IterableShards(LiveLines, [(shard, 1) for shard in range(4)])
@@ -79,9 +80,9 @@ def test_a_source_that_forgets_or_fails_is_named(reader: type, message: str, wor
 def test_an_empty_shard_is_named_and_so_is_a_lane_of_which_nothing_is_kept() -> None:
     source = api.IterableShards(LiveLines, [(0, 5), (1, 0)])
     with pytest.raises(api.DataError, match=r"shard \(1, 0\) is empty. Leave it out"):
-        next_step(open_lanes(source, (1, 1, 0)))
+        Job(open_lanes(source, (1, 1, 0))).steps(1)
     with pytest.raises(api.DataError, match=r"lane 0 yielded no sample .*shard \(0, 20\).*Check the filters"):
-        next_step(open_lanes(LIVE, (1, 1, 0), transforms=[api.Filter(lambda sample: sample > 1000)]))
+        Job(open_lanes(LIVE, (1, 1, 0), transforms=[api.Filter(lambda sample: sample > 1000)])).steps(1)
 
 
 def shuffled_stream() -> Any:
@@ -100,14 +101,11 @@ def shuffled_stream() -> Any:
             "does not come back to where it was by its own state",
             lambda: next(iter(api.StreamLoader(shuffled_stream(), 2))),
         ),
-        (
-            "A StreamLoader is for training",
-            lambda: api.validation_batches(api.StreamLoader(LIVE, 2), dp_rank=0, dp_size=1, seed=0),
-        ),
+        ("A StreamLoader is for training", lambda: open_validation(api.StreamLoader(LIVE, 2))),
         ("made for several ranks already", lambda: api.PerRankLoader(api.StreamLoader(LIVE, 2))),
         (
             "not one whole step of all lanes: lane 0 has 1 of the 2 samples",
-            lambda: next_step(open_lanes(SHORT, (1, 1, 0), repeat=False)),
+            lambda: Job(open_lanes(SHORT, (1, 1, 0), repeat=False)).steps(1),
         ),
     ],
 )
@@ -176,15 +174,14 @@ def test_a_broken_sample_is_named(workers: int) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_skipped_sample_is_named_and_counted(workers: int, caplog: pytest.LogCaptureFixture) -> None:
     options: dict[str, Any] = {"lanes": 4, "turns": 1, "transforms": [api.Shuffle(7), api.Map(fails_at_three)]}
-    streams = open_lanes(LIVE, (1, 1, workers), max_skipped=9, **options)
-    found = [next_step(streams) for _ in range(9)]
-    streams[0].close()
-    samples = [sample for step in found for sample in step[0]]  # type: ignore[index]
+    (stream,) = open_lanes(LIVE, (1, 1, workers), max_skipped=9, **options)
+    samples = [sample for step in Job([stream]).steps(9) for sample in step]
+    stream.close()
     assert len(samples) == 72
     assert all(sample % 10 != 3 for sample in samples)
     assert len(set(samples)) == 72
-    assert streams[0].skipped == {0: 2, 1: 2, 2: 2, 3: 2}
-    assert streams[0].numbers_at(api.DataPosition(0, 72, 9)) == {f"data/lane_{lane}/skipped": 2.0 for lane in range(4)}
+    assert stream.skipped == {0: 2, 1: 2, 2: 2, 3: 2}
+    assert stream.numbers_at(api.DataPosition(0, 72, 9)) == {f"data/lane_{lane}/skipped": 2.0 for lane in range(4)}
     assert caplog.text.count("skipped sample 3 of shard (2, 20): ValueError: damaged") == 1
 
 
@@ -202,14 +199,10 @@ def read_all(stream: Any, steps: int) -> None:
         stream.next_window()
 
 
-def position_after(source: Any, steps: int, **options: Any) -> tuple[api.DataPosition, Any]:
-    streams = open_lanes(source, (1, 1, 0), **options)
-    found = [next_step(streams) for _ in range(steps)][-1]
-    return found[1], found[2][0]
-
-
 def test_a_stream_that_changed_is_refused_in_its_middle() -> None:
-    position, state = position_after(LIVE, 3, lanes=4, turns=1)
+    job = Job(open_lanes(LIVE, (1, 1, 0), lanes=4, turns=1))
+    job.steps(3)
+    position, state, _ = job.ends[0]
     fewer = api.IterableShards(LiveLines, [(shard, 20) for shard in range(7)])
     for source, options, message in [
         (fewer, {"lanes": 4, "turns": 1}, "shards: 8 then, 7 now"),
@@ -234,14 +227,13 @@ def test_tensors_in_a_state_are_kept_by_value() -> None:
     source = api.IterableShards(WithGenerator, range(4))
     options: dict[str, Any] = {"lanes": 4, "transforms": [api.Shuffle(3)]}
     expected = read_in_parts(lambda: source, [((1, 1, 0), 12)], **options)
-    streams = open_lanes(source, (1, 2, 2), **options)
-    found = [next_step(streams) for _ in range(7)]
-    assert found[-1] is not None
-    _, position, (state,) = found[-1]
-    streams[0].seek(position, state)
-    again = [next_step(streams) for _ in range(5)]
-    streams[0].close()
-    assert [sorted(step[0]) for step in found + again] == [sorted(step) for step in expected]  # type: ignore[index]
+    job = Job(open_lanes(source, (1, 2, 2), **options))
+    found = job.steps(7)
+    position, state, _ = job.ends[0]
+    job.streams[0].seek(position, state)
+    found += job.steps(5)
+    job.close()
+    assert [sorted(step) for step in found] == [sorted(step) for step in expected]
 
 
 class WithGenerator:

@@ -1,8 +1,7 @@
 """Several training loaders as one: against plain loops, on any layout, from any place."""
 
-import json
-from collections.abc import Iterator
-from itertools import cycle, islice
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, cycle, islice
 from typing import Any
 
 import pytest
@@ -10,7 +9,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests import api
+from tests.data import reading
 from tests.data.lane_truth import LiveLines
+from tests.data.reading import Layout, open_stream, read_in_parts
 
 TEXT, IMAGES = 8, 4
 """Samples of each in one step, over all ranks."""
@@ -33,33 +34,38 @@ def ours(ranks: int, accumulation: int, text: int = 40, images: int = 12, **opti
 
 
 def open_streams(loader: Any, ranks: int, accumulation: int) -> list[api.TrainStream]:
-    return [
-        api.train_stream(loader, accumulation=accumulation, dp_rank=rank, dp_size=ranks, seed=3)
-        for rank in range(ranks)
-    ]
+    return [open_stream(loader, accumulation, rank=rank, size=ranks) for rank in range(ranks)]
 
 
-def step_of(streams: list[api.TrainStream]) -> dict[str, list[int]] | None:
-    """The samples of each loader in the next step of all ranks, sorted; None at a pass's end."""
-    windows = [stream.next_window() for stream in streams]
-    if windows[0] is None:
-        assert all(window is None for window in windows)
-        return None
+def samples_in(batches: Iterable[Any]) -> dict[str, list[int]]:
+    """The samples of each loader in the batches of a step, sorted."""
     found: dict[str, list[int]] = {}
-    for window in windows:
-        batches = list(window.batches)
-        assert len(batches) == window.size
-        for batch in batches:
-            for name, (samples,) in batch.items() if isinstance(batch, dict) else [batch]:
-                found.setdefault(name, []).extend(samples.tolist())
+    for batch in batches:
+        for name, (samples,) in batch.items() if isinstance(batch, dict) else [batch]:
+            found.setdefault(name, []).extend(samples.tolist())
     return {name: sorted(samples) for name, samples in found.items()}
 
 
+def step_of(streams: list[api.TrainStream]) -> dict[str, list[int]] | None:
+    """What is in the next step of all ranks; None at a pass's end."""
+    windows: list[Any] = [stream.next_window() for stream in streams]
+    if windows[0] is None:
+        assert all(window is None for window in windows)
+        return None
+    each = [list(window.batches) for window in windows]
+    assert [window.size for window in windows] == [len(batches) for batches in each]
+    return samples_in(chain.from_iterable(each))
+
+
+class Job(reading.Job):
+    """Over a group; a step is the samples of each loader."""
+
+    def steps(self, count: int) -> Steps:
+        return [samples_in(batches) for batches in self.read(count)]
+
+
 def read(streams: list[api.TrainStream], passes: int) -> list[Steps]:
-    found: list[Steps] = []
-    for _ in range(passes):
-        found.append(list(iter(lambda: step_of(streams), None)))
-    return found
+    return [list(iter(lambda: step_of(streams), None)) for _ in range(passes)]
 
 
 def steps_by_hand(length: int, size: int, first: int = 0) -> list[list[int]]:
@@ -156,57 +162,12 @@ GROUPS = {
 }
 
 
-class Reader:
-    """Reads steps as the trainer does, which looks one window ahead where the end is not known, and keeps its place."""
-
-    def __init__(self, loader: Any) -> None:
-        self.stream = api.train_stream(
-            loader, accumulation=2, dp_rank=0, dp_size=1, seed=3, batch_size=api.SampleCount(self.samples)
-        )
-        self.position, self.rank_state, self.is_over = api.DataPosition(0, 0, 0), None, False
-        self.ahead: Any = None
-
-    @staticmethod
-    def samples(batch: Any) -> int:
-        """Also of a batch that comes with its loader's name."""
-        return len(batch[0] if isinstance(batch[0], torch.Tensor) else batch[1][0])
-
-    def save(self) -> str:
-        state = self.stream.state_at(self.position)
-        return json.dumps([_plain(self.position), self.rank_state, self.is_over, state])
-
-    def load(self, text: str) -> None:
-        position, rank_state, is_over, state = json.loads(text)
-        self.position, self.rank_state, self.is_over = api.DataPosition(**position), rank_state, is_over
-        self.stream.seek(self.position, rank_state, is_pass_over=is_over, state=state)
-
-    def step(self) -> list[Any]:
-        window = self.ahead or self._load()
-        self.ahead = None
-        if window.is_last is None:
-            self.ahead = self._load()
-        self.is_over = window.is_last if window.is_last is not None else self.ahead is None
-        counted = sum(window.sizes) if window.samples is None else window.samples
-        before = self.position.samples if self.position.epoch == window.end.epoch else 0
-        end = window.end
-        self.position = end if end.samples else api.DataPosition(end.epoch, before + counted, end.batches)
-        self.rank_state = window.rank_state
-        if self.is_over:
-            self.stream.end_pass()
-        return [_tokens(batch) for batch in window.batches]
-
-    def _load(self) -> Any:
-        window = self.stream.next_window()
-        if window is not None:
-            window.batches = list(window.batches)
-        return window
+def samples_of(batch: Any) -> int:
+    """Also of a batch that comes with its loader's name."""
+    return len(batch[0] if isinstance(batch[0], torch.Tensor) else batch[1][0])
 
 
-def _plain(position: api.DataPosition) -> dict[str, Any]:
-    return {"epoch": position.epoch, "samples": position.samples, "batches": position.batches}
-
-
-def _tokens(batch: Any) -> Any:
+def plain(batch: Any) -> Any:
     if isinstance(batch, dict):
         return {name: samples.tolist() for name, (samples,) in batch.items()}
     return batch[0], batch[1][0].tolist()
@@ -215,67 +176,47 @@ def _tokens(batch: Any) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_group_goes_on_from_any_step_twice_in_a_row(kind: str, group: str) -> None:
-    build = lambda: GROUPS[group](KINDS[kind]())  # noqa: E731
-    whole = Reader(build())
-    wanted = [whole.step() for _ in range(24)]
+    def opened() -> reading.Job:
+        loader = GROUPS[group](KINDS[kind]())
+        return reading.Job([open_stream(loader, 2, batch_size=api.SampleCount(samples_of))])
+
+    def steps(job: reading.Job, count: int) -> list[Any]:
+        return [[plain(batch) for batch in batches] for batches in job.read(count)]
+
+    wanted = steps(opened(), 24)
     assert len({str(step) for step in wanted}) > 8
     for first in range(20):
-        run = Reader(build())
-        assert [run.step() for _ in range(first)] == wanted[:first]
+        job = opened()
+        assert steps(job, first) == wanted[:first]
         for at in (first, first + 2):
-            saved = run.save()
-            run = Reader(build())
-            run.load(saved)
-            assert run.save() == saved, "a checkpoint right after the resume"
-            assert [run.step() for _ in range(2)] == wanted[at : at + 2], (first, at)
+            saved = job.saved()
+            job = opened()
+            job.go_on(saved)
+            assert job.saved() == saved, "a checkpoint right after the resume"
+            assert steps(job, 2) == wanted[at : at + 2], (first, at)
 
 
 @pytest.mark.parametrize("group", [api.LoaderGroup, api.AlternatingLoaders])
 def test_the_layout_may_change_on_the_way(group: Any) -> None:
-    steps: Steps = []
-    saved: Any = None
-    for ranks, accumulation in [(1, 2), (2, 1), (4, 1), (2, 2), (1, 1)]:
-        streams = open_streams(group(ours(ranks, accumulation, shuffle=True)), ranks, accumulation)
-        for stream in streams if saved else []:
-            stream.seek(saved[0], None, state=saved[1])
-        for _ in range(3):
-            step = step_of(streams) or step_of(streams)
-            assert step is not None
-            steps.append(step)
-        end = streams[0]._places[-1][0]  # type: ignore[attr-defined]
-        saved = end, json.loads(json.dumps(streams[0].state_at(end)))
-    streams = open_streams(group(ours(1, 1, shuffle=True)), 1, 1)
-    assert steps == [step_of(streams) or step_of(streams) for _ in range(15)]
+    def job(layout: Layout) -> Job:
+        ranks, accumulation, _ = layout
+        return Job(open_streams(group(ours(ranks, accumulation, shuffle=True)), ranks, accumulation))
+
+    parts = [((1, 2, 0), 3), ((2, 1, 0), 3), ((4, 1, 0), 3), ((2, 2, 0), 3), ((1, 1, 0), 3)]
+    assert read_in_parts(job, parts) == job((1, 1, 0)).steps(15)
 
 
 def test_a_stream_in_a_group_goes_on_on_other_ranks() -> None:
-    def group(ranks: int) -> api.AlternatingLoaders:
+    def job(layout: Layout) -> Job:
+        ranks = layout[0]
         shards = api.IterableShards(LiveLines, list(enumerate([30, 20, 25, 30])))
         stream = api.StreamLoader(shards, 8 // ranks, lanes=4, collate_fn=lambda samples: (torch.tensor(samples),))
-        return api.AlternatingLoaders({"lines": stream, "images": ours(ranks, 1)["images"]})
+        group = api.AlternatingLoaders({"lines": stream, "images": ours(ranks, 1)["images"]})
+        return Job(open_streams(group, ranks, 1))
 
-    whole = open_streams(group(1), 1, 1)
-    wanted = [step_of(whole) for _ in range(15)]
-    assert None not in wanted, "the stream repeats, so that the group has no end"
-    steps: list[Any] = []
-    saved: Any = None
-    for ranks in (1, 2, 4, 2, 1):
-        streams = open_streams(group(ranks), ranks, 1)
-        if saved is not None:
-            position, rank_states, state = saved
-            for stream in streams:
-                stream.seek(position, stream.united(rank_states), state=state)
-        for _ in range(3):
-            windows = [stream.next_window() for stream in streams]
-            found: dict[str, list[int]] = {}
-            for window in windows:
-                for name, (samples,) in window.batches:
-                    found.setdefault(name, []).extend(samples.tolist())
-            steps.append({name: sorted(samples) for name, samples in found.items()})
-        end = windows[0].end
-        rank_states = json.loads(json.dumps([window.rank_state for window in windows if window is not None]))
-        saved = end, rank_states, json.loads(json.dumps(streams[0].state_at(end)))
-    assert steps == wanted
+    whole = job((1, 1, 0))
+    assert read_in_parts(job, [((ranks, 1, 0), 3) for ranks in (1, 2, 4, 2, 1)]) == whole.steps(15)
+    assert whole.position.epoch == 0, "the stream repeats, so that the group has no end"
 
 
 def test_loaders_of_one_length_have_orders_of_their_own() -> None:
@@ -293,39 +234,34 @@ def test_what_fills_no_step_is_left_out_and_named(caplog: pytest.LogCaptureFixtu
     assert "last 5 samples of each epoch of the training loader 'text'" in caplog.text
 
 
-def test_what_cannot_work_is_named() -> None:
-    text, images = ours(1, 1).values()
-    for wrong, message in [
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
         (lambda: api.LoaderGroup({}), "no loaders"),
-        (lambda: api.LoaderGroup([text, images]), "no loaders"),  # type: ignore[arg-type]
+        (lambda: api.LoaderGroup([*ours(1, 1).values()]), "no loaders"),  # type: ignore[arg-type]
         (
-            lambda: open_streams({"all": {"text": text}}, 1, 1),
-            "the training loader 'all': A dict of 1 data loaders is not a data loader",
+            lambda: open_stream({"all": ours(1, 1)}),
+            "the training loader 'all': A dict of 2 data loaders is not a data loader",
         ),
         (
-            lambda: api.LoaderGroup({"one": text, "other": text}),
+            lambda: api.LoaderGroup(dict.fromkeys(["one", "other"], ours(1, 1)["text"])),
             "'one' and 'other' read the same DistributedDataLoader",
         ),
-        (lambda: api.AlternatingLoaders({"text": text}, {"txt": 1}), "'txt'.*for each of the loaders \\['text'\\]"),
-        (lambda: api.AlternatingLoaders({"text": text}, {"text": 0}), "'text': 0} is not a whole number"),
-    ]:
-        with pytest.raises(api.DataError, match=message):
-            wrong()
-
-
-@pytest.mark.parametrize(
-    ("loaders", "ranks", "message"),
-    [
-        ({"text": [], "images": [numbers(2)[:]]}, 1, "'text': .*0 batches"),
-        ({"text": api.DistributedDataLoader(numbers(3), 4)}, 1, "'text': .*3 samples, fewer than one global batch"),
-        ({"text": [numbers(2)[:]]}, 1, "'text': .*has 1 batches, fewer than one step of 2"),
-        ({"text": Plain(4)}, 2, "'text': .*cannot be dealt to dp_size=2"),
-        ({"text": api.PerRankLoader([1, 2])}, 2, "different numbers of batches of 'text'"),
+        (lambda: api.AlternatingLoaders({"text": [1]}, {"txt": 1}), "'txt'.*for each of the loaders \\['text'\\]"),
+        (lambda: api.AlternatingLoaders({"text": [1]}, {"text": 0}), "'text': 0} is not a whole number"),
+        (lambda: open_stream({"text": [], "images": [numbers(2)[:]]}), "'text': .*0 batches"),
+        (
+            lambda: open_stream({"text": api.DistributedDataLoader(numbers(3), 4)}),
+            "'text': .*3 samples, fewer than one global batch",
+        ),
+        (lambda: open_stream({"text": [numbers(2)[:]]}, 2), "'text': .*has 1 batches, fewer than one step of 2"),
+        (lambda: open_stream({"text": Plain(4)}, size=2), "'text': .*cannot be dealt to dp_size=2"),
+        (lambda: open_stream({"text": api.PerRankLoader([1, 2])}, size=2), "different numbers of batches of 'text'"),
     ],
 )
-def test_a_loader_that_cannot_be_read_is_named(loaders: Any, ranks: int, message: str) -> None:
+def test_loaders_that_cannot_work_are_named(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(api.DataError, match=message):
-        api.train_stream(loaders, accumulation=2, dp_rank=0, dp_size=ranks, seed=0)
+        make()
 
 
 def test_a_loader_that_fails_is_named_with_its_error() -> None:
@@ -337,7 +273,7 @@ def test_a_loader_that_fails_is_named_with_its_error() -> None:
         def __iter__(self) -> Iterator[Any]:
             return broken()
 
-    stream = api.train_stream({"good": Plain(4), "bad": Broken()}, accumulation=1, dp_rank=0, dp_size=1, seed=0)
+    stream = open_stream({"good": Plain(4), "bad": Broken()})
     stream.next_window()
     with pytest.raises(OSError, match="the disk is gone") as caught:
         stream.next_window()
@@ -355,13 +291,13 @@ def test_a_loader_that_fails_is_named_with_its_error() -> None:
     ],
 )
 def test_other_loaders_do_not_go_on(now: Any, message: str) -> None:
-    stream = api.train_stream(ours(1, 1), accumulation=1, dp_rank=0, dp_size=1, seed=3)
+    stream = open_stream(ours(1, 1))
     window = stream.next_window()
     list(window.batches)
     state = stream.state_at(window.end)
 
     def go_on() -> None:
-        other = api.train_stream(now(), accumulation=1, dp_rank=0, dp_size=1, seed=3)
+        other = open_stream(now())
         other.seek(window.end, None, state=state)
         other.next_window()
 
@@ -370,13 +306,13 @@ def test_other_loaders_do_not_go_on(now: Any, message: str) -> None:
 
 
 def test_a_run_over_one_loader_does_not_go_on_with_several() -> None:
-    stream = api.train_stream(ours(1, 1), accumulation=1, dp_rank=0, dp_size=1, seed=3)
+    stream = open_stream(ours(1, 1))
     with pytest.raises(api.DataError, match=r"one training loader, not over \['text', 'images'\]"):
         stream.seek(api.DataPosition(0, 8, 1), None)
 
 
 def test_another_number_of_ranks_is_refused_where_only_a_loader_knows_its_place() -> None:
-    stream = api.train_stream({"plain": Plain(9)}, accumulation=1, dp_rank=0, dp_size=1, seed=3)
+    stream = open_stream({"plain": Plain(9)})
     window = stream.next_window()
     state = stream.state_at(window.end)
     with pytest.raises(api.DataError, match="only the training loader 'plain' itself knows"):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.api import BLOCK, ENDLESS, ConfigError, DataError, Mixture, Stage, weights_by_position
+from tests.data.reading import Job, open_ranks
 
 
 class Numbered:
@@ -156,8 +157,9 @@ def test_passes_of_a_length_follow_each_other() -> None:
         begun(limited, epoch=2)
 
 
-def test_weights_that_were_set_count_from_the_position_asked_and_are_in_the_state() -> None:
-    mixture = begun(three(stages=[Stage(at=5000, weights={"a": 1})]))
+def test_weights_that_were_set_count_from_the_position_asked_to_the_next_stage_and_are_in_the_state() -> None:
+    stages = [Stage(at=500, weights={"a": 3, "b": 1}, ramp=3000), Stage(at=5000, weights={"a": 1})]
+    mixture = begun(three(stages=stages))
     before = samples(mixture, 0, 2100)
     assert not mixture.changes_at(2000)
     mixture.set_weights({"c": 1, "b": 1})
@@ -169,9 +171,23 @@ def test_weights_that_were_set_count_from_the_position_asked_and_are_in_the_stat
     assert {name for name, _ in after[:2900]} == {"b", "c"}
     assert {name for name, _ in after[2900:]} == {"a"}
     for state in (saved_before, mixture.state_at(2100), mixture.state_at(4000)):
-        resumed = begun(three(stages=[Stage(at=5000, weights={"a": 1})]), state=state)
+        resumed = begun(three(stages=stages), state=state)
         assert resumed.changes_at(2100) == (state is saved_before)  # asked for, and not yet done
         assert samples(resumed, 2100, 6000) == after
+
+
+def test_weights_asked_for_when_a_pass_has_ended_are_saved() -> None:
+    def job_over(mixture: Mixture) -> Job:
+        return Job(open_ranks(lambda: mixture, (1, 1, 0), 100, collate_fn=list))
+
+    for asked_after in range(1, 9):
+        mixture = three(num_samples=250)  # 2 steps of 100 in a pass, and 50 that are left out
+        job = job_over(mixture)
+        job.steps(asked_after)
+        mixture.set_weights({"a": 1, "b": 9})
+        resumed = job_over(three(num_samples=250))
+        resumed.go_on(job.saved())
+        assert resumed.steps(5) == job.steps(5), asked_after
 
 
 def test_another_mixture_is_refused_or_goes_on_from_there_by_name() -> None:
@@ -204,6 +220,11 @@ def test_what_cannot_be_mixed_is_named() -> None:
         (ConfigError, r"all weights are zero", lambda: Mixture({"a": one}, {"a": 0})),
         (ConfigError, r"weights are given for \['b'\]", lambda: Mixture({"a": one}, {"a": 1, "b": 1})),
         (ConfigError, r"rising order", lambda: Mixture({"a": one}, stages=[Stage(at=3, weights={"a": 1})] * 2)),
+        (
+            ConfigError,
+            "at 500 has a ramp of 301, and the next one begins at 800",
+            lambda: three(stages=[Stage(at=500, weights={"a": 1}, ramp=301), Stage(at=800, weights={"b": 1})]),
+        ),
         (ConfigError, r"max_epochs has 'b'", lambda: Mixture({"a": one}, max_epochs={"b": 1})),
         (ConfigError, r"unit='words'", lambda: Mixture({"a": one}, unit="words")),  # type: ignore[arg-type]
         (DataError, r"source 'a' \(list\) has 0 samples", lambda: Mixture({"a": []})),
@@ -222,6 +243,7 @@ def test_what_cannot_be_mixed_is_named() -> None:
     for kind, message, make in wrong:
         with pytest.raises(kind, match=message):
             make()
+    three(stages=[Stage(at=500, weights={"a": 1}, ramp=300), Stage(at=800, weights={"b": 1})])
 
 
 def test_a_sample_that_cannot_be_loaded_is_named() -> None:

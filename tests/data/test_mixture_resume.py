@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.api import DataPosition, Mixture, Stage, TrainStream
-from tests.data.reading import Layout, close, next_step, open_ranks, seek
+from tests.api import Mixture, Stage
+from tests.data import reading
+from tests.data.reading import Layout, open_ranks, read_in_parts
 from tests.data.samples import DrawingDataset, rows
 
 GLOBAL_BATCH, STEPS = 48, 60
@@ -40,76 +41,65 @@ def mixture(**changed: Any) -> Mixture:
     return Mixture(sources, **options | changed)
 
 
-def open_streams(layout: Layout, seed: int = 3, **changed: Any) -> list[TrainStream]:
-    return open_ranks(lambda: mixture(**changed), layout, GLOBAL_BATCH, seed=seed)
+class Job(reading.Job):
+    """Over such a mixture."""
 
+    def __init__(self, layout: Layout, seed: int = 3, **changed: Any) -> None:
+        super().__init__(open_ranks(lambda: mixture(**changed), layout, GLOBAL_BATCH, seed=seed))
 
-def read(streams: list[TrainStream], steps: int) -> tuple[list[str], DataPosition, list[Any]]:
-    """A digest of what is in each step, where they end, and the state as each rank says it."""
-    digests, end = [], DataPosition(0, 0, 0)
-    for _ in range(steps):
-        batches, window = next_step(streams)
-        samples = [row for batch in batches for row in rows(batch)]
-        assert len(samples) == GLOBAL_BATCH
-        digests.append(hashlib.sha256(repr(samples).encode()).hexdigest())
-        end = window.end
-    return digests, end, [stream.state_at(end) for stream in streams]
+    def steps(self, count: int) -> list[str]:
+        """A digest of what is in each step."""
+        digests = []
+        for batches in self.read(count):
+            samples = [row for batch in batches for row in rows(batch)]
+            assert len(samples) == GLOBAL_BATCH
+            digests.append(hashlib.sha256(repr(samples).encode()).hexdigest())
+        return digests
 
 
 @pytest.fixture(scope="module")
 def reference() -> list[str]:
     """On one rank, without accumulation, workers or a stop."""
-    return read(open_streams((1, 1, 0)), STEPS)[0]
+    return Job((1, 1, 0)).steps(STEPS)
 
 
 def test_other_seeds_and_weights_are_other_samples(reference: list[str]) -> None:
     assert len(set(reference)) == STEPS
     for changed in ({"seed": 4}, {"weights": {"code": 4, "docs": 3, "talk": 1}}):
-        assert not set(read(open_streams((1, 1, 0), **changed), STEPS)[0]) & set(reference)
-    late = read(open_streams((1, 1, 0), stages=[Stage(at=2000, weights={"docs": 1})]), STEPS)[0]
+        assert not set(Job((1, 1, 0), **changed).steps(STEPS)) & set(reference)
+    late = Job((1, 1, 0), stages=[Stage(at=2000, weights={"docs": 1})]).steps(STEPS)
     assert late[:20] == reference[:20]
     assert not set(late[22:]) & set(reference)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_workers_and_accumulation_do_not_change_a_step(layout: Layout, reference: list[str]) -> None:
-    streams = open_streams(layout)
-    assert read(streams, STEPS)[0] == reference
-    close(streams)
+    job = Job(layout)
+    assert job.steps(STEPS) == reference
+    job.close()
 
 
 @pytest.mark.parametrize("stop", [1, 20, 21, 42, 59])
 def test_stopped_anywhere_and_resumed_twice_on_other_layouts_it_goes_on(stop: int, reference: list[str]) -> None:
     layouts = [LAYOUTS[(stop + turn) % len(LAYOUTS)] for turn in (0, 1, 3)]
-    found: list[str] = []
-    position, state = DataPosition(0, 0, 0), None
-    for layout, steps in zip(layouts, (stop, 1, STEPS), strict=True):
-        streams = open_streams(layout)
-        if state is not None:
-            seek(streams, position, state)
-        digests, position, states = read(streams, min(steps, STEPS - len(found)))
-        close(streams)
-        assert all(other == states[0] for other in states)
-        found, state = found + digests, states[-1]
-        if len(found) == STEPS:
-            break
-    assert found == reference
+    parts = list(zip(layouts, (stop, 1, STEPS - stop - 1), strict=True))
+    assert read_in_parts(Job, parts) == reference
 
 
 def test_weights_set_between_two_steps_count_from_the_next_whatever_workers_had_loaded() -> None:
     found = []
     for layout in ((1, 1, 0), (2, 2, 2)):
-        streams = open_streams(layout)
-        before = read(streams, 10)[0]
-        for stream in streams:
-            stream.reader.loader.dataset.set_weights({"talk": 1, "docs": 1})
-        after, position, states = read(streams, 10)
-        close(streams)
-        streams = open_streams((1, 1, 0))
-        seek(streams, position, states[-1])
-        found.append(before + after + read(streams, 20)[0])
+        job = Job(layout)
+        steps = job.steps(10)
+        for dataset in job.datasets:
+            dataset.set_weights({"talk": 1, "docs": 1})
+        steps += job.steps(10)
+        resumed = Job((1, 1, 0))
+        resumed.go_on(job.saved())
+        found.append(steps + resumed.steps(20))
+        job.close()
     assert found[0] == found[1]
-    straight = read(open_streams((1, 1, 0)), 40)[0]
+    straight = Job((1, 1, 0)).steps(40)
     assert found[0][:10] == straight[:10]
     assert not set(found[0][10:]) & set(straight)
 

@@ -1,17 +1,15 @@
 """A dataset that decides its order itself, by hand: its state and its marks go with the position."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from tests import api
-from tests.data.reading import Layout, close, next_step, open_ranks, open_stream, seek
+from tests.data import reading
+from tests.data.reading import Layout, open_ranks, open_stream, open_validation
 
 GLOBAL_BATCH = 8
-LAYOUTS = [(1, 1, 0), (1, 2, 2), (2, 1, 0), (2, 2, 2), (4, 2, 0), (4, 1, 0)]
-"""(ranks, accumulation, workers)"""
 
 
 class Walk(api.OrderedDataset):
@@ -60,69 +58,57 @@ class Walk(api.OrderedDataset):
         return asked
 
 
-def open_streams(*layout: int, length: int = api.ENDLESS) -> list[api.TrainStream]:
-    options = {"persistent_workers": True} if layout[2] else {}
-    return open_ranks(lambda: Walk(length), layout, GLOBAL_BATCH, **options)
+class Job(reading.Job):
+    """Over walks; a step is its samples in global order."""
 
+    def __init__(self, layout: Layout, length: int = api.ENDLESS) -> None:
+        options = {"persistent_workers": True} if layout[2] else {}
+        super().__init__(open_ranks(lambda: Walk(length), layout, GLOBAL_BATCH, **options))
 
-def read(streams: Sequence[api.TrainStream], steps: int) -> tuple[list[Any], api.DataPosition, list[Any], bool]:
-    """The samples of each step in global order, where they end, and the state there as each rank says it."""
-    found: list[Any] = []
-    position, is_last = api.DataPosition(0, 0, 0), False
-    while len(found) < steps:
-        if (step := next_step(streams)) is not None:
-            batches, window = step
-            found.append([row for batch in batches for row in batch.tolist()])
-            position, is_last = window.end, bool(window.is_last)
-    return found, position, [stream.state_at(position) for stream in streams], is_last
+    def steps(self, count: int) -> list[Any]:
+        return [[row for batch in batches for row in batch.tolist()] for batches in self.read(count)]
 
-
-def turn(streams: Sequence[api.TrainStream]) -> None:
-    for stream in streams:
-        stream.reader.loader.dataset.turn()  # type: ignore[union-attr]
-
-
-def straight(length: int, steps: int, turn_after: int | None = None) -> list[Any]:
-    streams = open_streams(1, 1, 0, length=length)
-    before = read(streams, turn_after)[0] if turn_after else []
-    if turn_after:
-        turn(streams)
-    return before + read(streams, steps - len(before))[0]
+    def turn(self) -> None:
+        for dataset in self.datasets:
+            dataset.turn()
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 0), (2, 2, 2)])
 @pytest.mark.parametrize("stop", [2, 3, 4])
 def test_a_change_counts_from_the_next_window_on_and_survives_a_pass_and_a_resume(layout: Layout, stop: int) -> None:
-    expected = straight(24, 8, turn_after=2)
+    straight = Job((1, 1, 0), 24)
+    expected = straight.steps(2)
+    straight.turn()
+    expected += straight.steps(6)
     assert [sorted({row[2] for row in step}) for step in expected[:4]] == [[1], [1], [2], [1]]
     assert [step[0][:2] for step in expected[2:4]] == [[0, 16], [1, 0]]
-    streams = open_streams(*layout, length=24)
-    found = read(streams, 2)[0]
-    turn(streams)
-    more, position, states, is_last = (
-        read(streams, stop - 2) if stop > 2 else ([], api.DataPosition(0, 16, 0), [], False)
-    )
-    found += more
+    job = Job(layout, 24)
+    found = job.steps(2)
+    job.turn()
+    found += job.steps(stop - 2)
     if stop > 2:
-        close(streams)
-        streams = open_streams(1, 4, 0, length=24)
-        seek(streams, position, states[0], is_pass_over=is_last)
-    found += read(streams, 8 - stop)[0]
-    close(streams)
+        saved = job.saved()
+        job.close()
+        job = Job((1, 4, 0), 24)
+        job.go_on(saved)
+    found += job.steps(8 - stop)
+    job.close()
     assert found == expected
 
 
 def test_the_state_of_a_position_knows_nothing_of_what_was_loaded_after_it() -> None:
-    (stream,) = open_streams(1, 2, 2)
-    _, position, (state,), _ = read([stream], 2)
+    job = Job((1, 2, 2))
+    (stream,) = job.streams
+    job.steps(2)
+    position, state = job.position, stream.state_at(job.position)
     assert state == {"turns": [0], "anchor": [15, 105]}
-    next_step([stream])
+    job.steps(1)
     assert stream.state_at(position) == state
-    close([stream])
+    job.close()
 
 
 def test_another_kind_of_dataset_than_the_checkpoints_is_refused() -> None:
-    (stream,) = open_streams(1, 1, 0)
+    (stream,) = Job((1, 1, 0)).streams
     with pytest.raises(api.DataError, match=r"the dataset \(Walk\) are of two kinds"):
         stream.seek(api.DataPosition(0, 8, 1), None)
     plain = open_stream(api.DistributedDataLoader(range(16), 8))
@@ -134,7 +120,7 @@ def test_a_dataset_with_an_order_is_not_shuffled_and_an_endless_one_not_validate
     with pytest.raises(api.DataError, match="shuffle=False"):
         api.DistributedDataLoader(Walk(), 2, shuffle=True)
     with pytest.raises(api.DataError, match="never ends"):
-        api.validation_batches(api.DistributedDataLoader(Walk(), 2), dp_rank=0, dp_size=1, seed=0)
-    batches = api.validation_batches(api.DistributedDataLoader(Walk(5), 2), dp_rank=0, dp_size=1, seed=0)
+        open_validation(api.DistributedDataLoader(Walk(), 2))
+    batches = open_validation(api.DistributedDataLoader(Walk(5), 2))
     assert [len(batch) for batch in batches] == [2, 2, 1]
     assert [len(batch) for batch in batches] == [2, 2, 1]

@@ -1,7 +1,7 @@
 """Rows packed from a mixture of three sources with a curriculum: the same tokens in each step, wherever it went on."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from tests.api import DataError, Mixture, PackedRows, Stage
-from tests.data.documents import APART, PackedJob, document, web_like_lengths
-from tests.data.reading import Layout
+from tests.data import reading
+from tests.data.documents import APART, document, web_like_lengths
+from tests.data.reading import Layout, open_ranks, read_in_parts
 
 GLOBAL_BATCH, STEPS, ROW_LENGTH, BLOCK_SIZE = 8, 16, 256, 60
 LAYOUTS = [(1, 1, 0), (2, 1, 2), (4, 2, 0), (1, 4, 2), (2, 2, 0), (4, 1, 2)]
@@ -40,39 +41,34 @@ def mixture(**options: Any) -> Mixture:
     return Mixture(sources, **{"weights": {"code": 3, "web": 1}, "stages": stages, **options})
 
 
-class Job(PackedJob):
+class Job(reading.Job):
     """Over rows of a mixture of these sources."""
 
-    def __init__(self, layout: Layout, seed: int = 3, **options: Any) -> None:
-        self.mixtures: list[Mixture] = []
-        super().__init__(lambda: self.rows(options), layout, GLOBAL_BATCH, seed)
+    def __init__(self, layout: Layout, **options: Any) -> None:
+        def rows() -> PackedRows:
+            return PackedRows(mixture(**options), ROW_LENGTH, block_size=BLOCK_SIZE)
 
-    def rows(self, options: dict[str, Any]) -> PackedRows:
-        self.mixtures.append(mixture(**options))
-        return PackedRows(self.mixtures[-1], ROW_LENGTH, block_size=BLOCK_SIZE)
+        super().__init__(open_ranks(rows, layout, GLOBAL_BATCH))
 
-    def set_weights(self, weights: Mapping[str, float]) -> None:
-        for each in self.mixtures:
-            each.set_weights(weights)
+    def set_weights(self, **weights: float) -> None:
+        for rows in self.datasets:
+            rows.documents.set_weights(weights)
 
-    def steps(self, count: int) -> tuple[SourceDigests, list[str]]:
-        """Of each step a digest of its real tokens in global order and how many are of which source; and what each rank
-        would save then."""
+    def steps(self, count: int) -> SourceDigests:
+        """A digest of each step's real tokens in global order, and how many are of which source."""
         found: SourceDigests = []
-        for _, batches in self.read(count):
+        for batches in self.read(count):
             tokens = np.concatenate([batch["tokens"][batch["documents"] >= 0].numpy() for batch in batches])
             numbers = np.bincount(tokens // APART // 1000, minlength=len(NAMES)).tolist()
             found.append((hashlib.sha256(tokens.tobytes()).hexdigest(), dict(zip(NAMES, numbers, strict=True))))
-        saved = self.saved()
-        self.close()
-        return found, saved
+        return found
 
 
 def nothing(job: Job) -> None: ...
 
 
 def other_weights(job: Job) -> None:
-    job.set_weights({"docs": 1, "web": 1})
+    job.set_weights(docs=1, web=1)
 
 
 @pytest.mark.parametrize(
@@ -82,33 +78,25 @@ def test_a_curriculum_goes_on_the_same(between: Callable[[Job], None], number: i
     """Weights that are set between two steps count from the next block on, and are in the state also if it is saved
     before anything was read by them."""
     straight = Job(LAYOUTS[0])
-    expected = straight.steps(stops[0])[0]
+    expected = straight.steps(stops[0])
     between(straight)
-    expected += straight.steps(STEPS - stops[0])[0]
+    expected += straight.steps(STEPS - stops[0])
     assert len({digest for digest, _ in expected}) == STEPS
     assert expected[0][1]["docs"] == 0
     assert expected[-1][1]["code"] == 0
-
-    found: SourceDigests = []
-    saved: list[str] = []
-    for part, count in enumerate((stops[0], stops[1] - stops[0], STEPS - stops[1])):
-        job = Job(LAYOUTS[(number + part) % len(LAYOUTS)])
-        if saved:
-            job.go_on(saved[-1])
-        if part == 1:
-            between(job)
-        digests, saved = job.steps(count)
-        found += digests
-    assert found == expected
+    layouts = [LAYOUTS[(number + part) % len(LAYOUTS)] for part in range(3)]
+    counts = (stops[0], stops[1] - stops[0], STEPS - stops[1])
+    assert read_in_parts(Job, list(zip(layouts, counts, strict=True)), between) == expected
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 0), (2, 2, 2)])
 def test_weights_that_are_set_lose_no_token_of_the_block_that_was_begun(layout: Layout) -> None:
     job, unchanged = Job(layout, stages=()), Job(layout, stages=())
-    found, expected = job.steps(3)[0], unchanged.steps(3)[0]
-    job.set_weights({"docs": 1})
-    found += job.steps(9)[0]
-    expected += unchanged.steps(9)[0]
+    found, expected = job.steps(3), unchanged.steps(12)
+    job.set_weights(docs=1)
+    found += job.steps(9)
+    for each in (job, unchanged):
+        each.close()
     same = [number for number in range(12) if found[number] == expected[number]]
     assert same[:3] == [0, 1, 2]
     assert same == list(range(len(same)))
@@ -122,15 +110,16 @@ def test_weights_that_are_set_lose_no_token_of_the_block_that_was_begun(layout: 
 
 
 def test_another_mixture_is_refused_or_goes_on_with_the_next_block() -> None:
-    found, saved = Job((2, 1, 0)).steps(6)
+    before = Job((2, 1, 0))
+    found = before.steps(6)
     other = {"weights": {"docs": 1}, "stages": ()}
     refused = Job((1, 1, 0), **other)
-    refused.go_on(saved[0])
+    refused.go_on(before.saved())
     with pytest.raises(DataError, match="another mixture"):
         refused.steps(1)
     job = Job((1, 1, 0), **other, on_change="continue")
-    job.go_on(saved[0])
-    after = job.steps(4)[0]
+    job.go_on(before.saved())
+    after = job.steps(4)
     assert all(numbers["docs"] == sum(numbers.values()) for _, numbers in after)
     assert found[5][1]["code"] > 0
 

@@ -5,23 +5,21 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from tests.api import DataError, OrderedDataset, PackedRows
+from tests.api import IGNORED, PADDING, DataError, Mixture, OrderedDataset, PackedRows, Stage, WithLengths
 from tests.data.documents import APART, NumberedDocuments, document, web_like_lengths
 
 LENGTH = 64
 METHODS: list[Literal["best_fit", "concatenate"]] = ["best_fit", "concatenate"]
 
 
-def real_tokens(rows: PackedRows) -> list[int]:
-    """Every token that is no padding, of all rows."""
-    found = []
-    for position in range(len(rows)):
-        row = rows[position]
-        found += row["tokens"][row["documents"] >= 0].tolist()
-    return found
+def real_tokens(rows: PackedRows, count: int | None = None) -> list[NDArray[Any]]:
+    """The tokens that are no padding, of each row or of the first ones."""
+    found = map(rows.__getitem__, range(len(rows) if count is None else count))
+    return [row["tokens"][row["documents"] != PADDING].numpy() for row in found]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -30,7 +28,7 @@ def test_a_pass_has_every_token_once(method: Literal["best_fit", "concatenate"],
     lengths = [0, *web_like_lengths(400), 1, 3 * LENGTH]
     rows = PackedRows(NumberedDocuments(lengths), LENGTH, method=method, block_size=block_size)
     expected = [token for number, length in enumerate(lengths) for token in document(number, length).tolist()]
-    found = real_tokens(rows)
+    found = np.concatenate(real_tokens(rows)).tolist()
     assert len(found) == sum(lengths)
     assert sorted(found) == expected
 
@@ -60,56 +58,39 @@ def test_a_token_predicts_its_next_one_also_where_the_row_ends(method: Literal["
     assert num_cut > 0
 
 
-def test_documents_may_be_mappings_with_weights_for_each_token() -> None:
-    class Answers(NumberedDocuments):
-        def __getitem__(self, position: int) -> Any:  # type: ignore[override]
-            ids = super().__getitem__(position)
-            return {"input_ids": torch.from_numpy(ids), "weights": [0.0, 0.0, *[0.5] * (len(ids) - 2)]}
+class Answers(NumberedDocuments):
+    """Documents whose tokens after the second have a weight."""
 
-    rows = PackedRows(Answers([5, 6]), 12, field="input_ids")
-    row = rows[0]
-    assert row["documents"].tolist() == [0] * 6 + [1] * 5 + [-1]
-    assert row["labels"].tolist() == [-100, *range(100002, 100006), -100, -100, 2, 3, 4, -100, -100]
-    assert row["weights"].tolist() == [0, 0.5, 0.5, 0.5, 0.5, 0, 0, 0.5, 0.5, 0.5, 0, 0]
-    with pytest.raises(DataError, match=r"has no 'tokens', but 'input_ids', 'weights'\. Name its token ids in field="):
-        PackedRows(Answers([5, 6]), 12)[0]
-
-
-class Weighted(NumberedDocuments):
-    """Documents whose weights are `weight`, but for those at the positions in `learned`, which have 1."""
-
-    def __init__(self, sizes: Any, weight: float) -> None:
-        super().__init__(sizes)
+    def __init__(self, lengths: Any, weight: float) -> None:
+        super().__init__(lengths)
         self.weight = weight
 
     def __getitem__(self, position: int) -> Any:
         ids = super().__getitem__(position)
-        return {"tokens": ids, "weights": [self.weight] * len(ids)}
+        return {"input_ids": torch.from_numpy(ids), "weights": [0.0, 0.0, *[self.weight] * (len(ids) - 2)]}
+
+
+def test_documents_may_be_mappings_with_weights_for_each_token() -> None:
+    row = PackedRows(Answers([5, 6], 0.5), 12, field="input_ids")[0]
+    assert row["documents"].tolist() == [0] * 6 + [1] * 5 + [-1]
+    assert row["labels"].tolist() == [-100, *range(100002, 100006), -100, -100, 2, 3, 4, -100, -100]
+    assert row["weights"].tolist() == [0, 0.5, 0.5, 0.5, 0.5, 0, 0, 0.5, 0.5, 0.5, 0, 0]
+    with pytest.raises(DataError, match=r"has no 'tokens', but 'input_ids', 'weights'\. Name its token ids in field="):
+        PackedRows(Answers([5, 6], 0.5), 12)[0]
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan")])
 def test_a_weight_that_is_none_is_refused(weight: float) -> None:
     with pytest.raises(DataError, match=rf"document at position 0 has a weight of {weight}"):
-        PackedRows(Weighted([5], weight), 12)[0]
-
-
-def test_a_row_depends_on_its_position_and_the_seed_alone() -> None:
-    lengths = web_like_lengths(300)
-    rows, again, other = (PackedRows(NumberedDocuments(lengths), LENGTH, block_size=50) for _ in range(3))
-    for found, seed in ((rows, 1), (again, 1), (other, 2)):
-        found.begin(seed, None)
-    forwards = [rows[position]["tokens"] for position in range(len(rows))]
-    backwards = [again[position]["tokens"] for position in reversed(range(len(again)))]
-    assert torch.equal(torch.stack(forwards), torch.stack(backwards[::-1]))
-    assert not torch.equal(forwards[0], other[0]["tokens"])
+        PackedRows(Answers([5], weight), 12, field="input_ids")[0]
 
 
 def test_another_pass_has_its_rows_in_another_order() -> None:
     rows = PackedRows(NumberedDocuments(web_like_lengths(300)), LENGTH)
-    first = real_tokens(rows)
+    first = np.concatenate(real_tokens(rows)).tolist()
     rows.begin(0, None)
     rows.set_epoch(1)
-    second = real_tokens(rows)
+    second = np.concatenate(real_tokens(rows)).tolist()
     assert first != second
     assert sorted(first) == sorted(second)
 
@@ -223,3 +204,36 @@ def test_going_on_with_rows_made_in_another_way_is_refused_and_says_what_is_othe
     state = PackedRows(NumberedDocuments(lengths), 32).state_at(0)
     with pytest.raises(DataError, match=r"row_length was 32 and is 64, method was 'best_fit' and is 'concatenate'"):
         PackedRows(NumberedDocuments(lengths), 64, method="concatenate").begin(0, state)
+
+
+def two_sources(**options: Any) -> Mixture:
+    """From document 300 on of the second; each token is there once."""
+    tokens = [np.arange(20 * number, 20 * number + 20) for number in range(1000)]
+    sources = {"a": WithLengths(tokens[:500], [20] * 500), "b": WithLengths(tokens[500:], [20] * 500)}
+    return Mixture(sources, {"a": 1}, stages=[Stage(at=300, weights={"b": 1})], seed=5, **options)
+
+
+@pytest.mark.parametrize("num_samples", [None, 700])
+def test_a_stage_of_a_mixture_within_a_block_begins_at_its_place(num_samples: int | None) -> None:
+    rows = PackedRows(two_sources(num_samples=num_samples), row_length=100, block_size=700)
+    rows.begin(0, None)
+    found = np.array([[bool(part.min() >= 10_000), bool(part.max() >= 10_000)] for part in real_tokens(rows, 140)])
+    np.testing.assert_array_equal(found, np.repeat([[False, False], [True, True]], [60, 80], axis=0))
+    assert num_samples is None or len(rows) == 140
+
+
+def test_parts_of_a_block_lose_nothing_and_are_those_of_a_resume() -> None:
+    def new() -> PackedRows:
+        rows = PackedRows(two_sources(max_epochs={"a": 1, "b": 1}, num_samples=800), 96, block_size=800)
+        rows.begin(1, None)
+        return rows
+
+    rows = new()
+    tokens = np.concatenate(real_tokens(rows)).tolist()
+    assert len(tokens) == len(set(tokens)) == 800 * 20
+    assert set(range(10_000, 20_000)) < set(tokens)
+    again = new()
+    again.begin(1, rows.state_at(80, rows.mark()))
+    for number in range(80, len(rows)):
+        assert (rows[number]["tokens"] == again[number]["tokens"]).all()
+    assert any((rows[number]["labels"] == IGNORED).any() for number in range(len(rows)))

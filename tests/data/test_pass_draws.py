@@ -20,7 +20,7 @@ from dream_trainer.checkpoint import typed_json
 from tests.api import DataPosition, SeededPass, TrainStream, draws_at_start_only, hash_seed, seed_cpu
 from tests.data import reading
 from tests.data.reading import read, windows_until
-from tests.data.samples import global_states
+from tests.data.samples import KeepsNext, Order, global_states
 
 SEED, EPOCH, RANK, LENGTH = 3, 0, 1, 8
 DRAWS: dict[str, Callable[[], Any]] = {
@@ -55,18 +55,12 @@ def expected_draws(kind: str, first: int) -> list[float]:
 
 
 class LateNoise:
-    """Batches of a number and, from number `first` on, one draw; it may know where it is."""
+    """Batches of a number and, from number `first` on, one draw."""
+
+    next = 0
 
     def __init__(self, kind: str, first: int) -> None:
         self.kind, self.first = kind, first
-
-    def __iter__(self) -> Iterator[list[float]]:
-        for number in range(LENGTH):
-            yield [number, DRAWS[self.kind]()] if number >= self.first else [number]
-
-
-class LateNoiseWithState(LateNoise):
-    next = 0
 
     def __iter__(self) -> Iterator[list[float]]:
         while self.next < LENGTH:
@@ -75,11 +69,9 @@ class LateNoiseWithState(LateNoise):
             yield [number, DRAWS[self.kind]()] if number >= self.first else [number]
         self.next = 0
 
-    def state_dict(self) -> dict[str, int]:
-        return {"next": self.next}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.next = state["next"]
+class LateNoiseWithState(KeepsNext, LateNoise):
+    """The same, which knows where it is."""
 
 
 @pytest.mark.pitfall(76)
@@ -122,19 +114,6 @@ def test_a_pass_that_begins_to_draw_late_is_resumed_exactly(make: type[LateNoise
         assert read(resumed, passes=2 - last.end.epoch) == expected[stop_after:], stop_after
 
 
-class Order:
-    """Somebody's sampler, which draws its order from a global generator when a pass begins."""
-
-    def __init__(self, permutation: Callable[[int], Any]) -> None:
-        self.permutation = permutation
-
-    def __iter__(self) -> Iterator[int]:
-        yield from (int(index) for index in self.permutation(LENGTH))
-
-    def __len__(self) -> int:
-        return LENGTH
-
-
 ORDERS: dict[str, Callable[[int], Any]] = {
     "torch": torch.randperm,
     "python": lambda length: random.sample(range(length), length),
@@ -148,8 +127,7 @@ ORDERS: dict[str, Callable[[int], Any]] = {
 def test_a_drawn_order_and_drawn_samples_do_not_disturb_each_other_nor_training(kind: str, noise: str) -> None:
     def make() -> DataLoader[Any]:
         data = [None] * LENGTH
-        sampler: Any = Order(ORDERS[kind])
-        return DataLoader(data, 1, sampler=sampler, collate_fn=lambda _: [DRAWS[noise]()])
+        return DataLoader(data, 1, sampler=Order(LENGTH, ORDERS[kind]), collate_fn=lambda _: [DRAWS[noise]()])
 
     before = global_states()
     expected = read(open_stream(make()), passes=2)
@@ -181,17 +159,13 @@ class Numbers(IterableDataset[int]):
         return iter(range(LENGTH))
 
 
-WEIGHTS = [1.0] * LENGTH
 TENSORS = TensorDataset(torch.arange(LENGTH))
 
 
 NOT_KNOWN: dict[str, Callable[[], Any]] = {
     "own collate_fn": lambda: DataLoader(TENSORS, 1, collate_fn=lambda samples: samples),
-    "own sampler, workers": lambda: DataLoader(TENSORS, 1, sampler=Order(torch.randperm), num_workers=1),  # type: ignore[arg-type]
-    "own sampler in batches": lambda: DataLoader(
-        TENSORS,
-        batch_sampler=BatchSampler(Order(torch.randperm), 1, False),  # type: ignore[arg-type]
-    ),
+    "own sampler, workers": lambda: DataLoader(TENSORS, 1, sampler=Order(LENGTH), num_workers=1),
+    "own sampler in batches": lambda: DataLoader(TENSORS, batch_sampler=BatchSampler(Order(LENGTH), 1, False)),
     "iterable in this process": lambda: DataLoader(Numbers(), 1),
     "training's generator": lambda: DataLoader(
         TENSORS, 1, sampler=RandomSampler(TENSORS, num_samples=20, generator=torch.default_generator)

@@ -3,28 +3,13 @@ import pytest
 from tests.api import RankBatchSampler, Sharding, epoch_order, sample_seed
 
 
-def batches(
-    length: int, batch_size: int, rank: int, size: int, first: int, end: int, shuffle: bool = True
-) -> list[list[int]]:
-    sampler = RankBatchSampler(length, Sharding(batch_size, rank, size), seed=5, shuffle=shuffle)
-    sampler.start(2, first, end)
-    keys = list(sampler)
-    assert all(epoch == 2 for epoch, _ in keys)
-    return [indices for _, indices in keys]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_rank_r_takes_the_rth_slice_of_each_chunk(size: int) -> None:
-    order = epoch_order(5, 2, 24).tolist()
-    batch_size = 12 // size
-    for rank in range(size):
-        expected = [order[chunk * 12 + rank * batch_size :][:batch_size] for chunk in range(2)]
-        assert batches(24, batch_size, rank, size, 0, 24) == expected
-
-
 @pytest.mark.parametrize(("length", "size"), [(7, 2), (7, 3), (2, 3), (1, 4), (13, 3), (12, 4)])
 def test_the_last_chunk_is_split_to_sizes_that_differ_by_at_most_one(length: int, size: int) -> None:
-    ranks = [batches(length, 2, rank, size, 0, length, shuffle=False) for rank in range(size)]
+    ranks = []
+    for rank in range(size):
+        sampler = RankBatchSampler(length, Sharding(2, rank, size), seed=5, shuffle=False)
+        sampler.start(2, 0, length)
+        ranks.append([indices for _, indices in sampler])
     assert sorted(index for rank in ranks for batch in rank for index in batch) == list(range(length))
     chunks = -(-length // (2 * size))
     last_sizes = [len(rank[chunks - 1]) if len(rank) == chunks else 0 for rank in ranks]

@@ -1,8 +1,6 @@
 """Files of samples by number, beside their own libraries; what is damaged is named."""
 
 import json
-import tarfile
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,8 @@ import pytest
 from datasets import Dataset
 
 from tests import api
-from tests.data.reading import close, next_step, open_ranks
+from tests.data.lane_truth import write_tar
+from tests.data.reading import Job, open_ranks
 
 ROWS = [{"text": f"row {i} ä", "n": i} for i in range(25)]
 
@@ -33,13 +32,8 @@ def parquet_rows(directory: Path) -> api.ParquetRows:
 
 def tar_samples(directory: Path) -> api.TarSamples:
     for number, first in enumerate((0, 10, 20)):
-        with tarfile.open(directory / f"{number}.tar", "w") as archive:
-            for row in ROWS[first : first + 10]:
-                for part, value in row.items():
-                    content = json.dumps(value).encode()
-                    member = tarfile.TarInfo(f"some/{row['n']:03d}.{part}.json")
-                    member.size = len(content)
-                    archive.addfile(member, BytesIO(content))
+        parts = [(row["n"], part, json.dumps(value)) for row in ROWS[first : first + 10] for part, value in row.items()]
+        write_tar(directory / f"{number}.tar", {f"some/{n:03d}.{part}.json": text.encode() for n, part, text in parts})
     return api.TarSamples(directory)
 
 
@@ -117,10 +111,9 @@ def test_hugging_face_datasets_are_sources_as_they_are(tmp_path: Path) -> None:
     mixture = api.Mixture({"hf": Dataset.load_from_disk(tmp_path / "saved"), "lines": json_lines(tmp_path)})
     steps = []
     for layout in ((1, 1, 0), (2, 1, 2)):
-        streams = open_ranks(lambda: mixture, layout, 4)
-        read = [next_step(streams)[0] for _ in range(30)]
-        steps.append([[number for batch in batches for number in batch["n"].tolist()] for batches in read])
-        close(streams)
+        job = Job(open_ranks(lambda: mixture, layout, 4))
+        steps.append([[number for batch in batches for number in batch["n"].tolist()] for batches in job.read(30)])
+        job.close()
     assert steps[0] == steps[1]
     assert {number for step in steps[0] for number in step} == set(range(25))
 
@@ -147,18 +140,12 @@ def test_measured_lengths_make_a_source_of_tokens() -> None:
         api.WithLengths(data, np.ones(29))
 
 
-def tar_of(path: Path, names: list[str]) -> bytes:
-    with tarfile.open(path, "w") as archive:
-        for name in names:
-            archive.addfile(tarfile.TarInfo(name))
-    return path.read_bytes()
-
-
 def test_tars_read_by_number_have_the_samples_of_tars_read_in_sequence(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
-    tar_of(path, ["./x/a.b.TXT", "./x/a.cls", "README", "x/.hidden", "__meta__", "y/a.txt", "a.txt"])
+    names = ["./x/a.b.TXT", "./x/a.cls", "README", "x/.hidden", "__meta__", "y/a.txt", "a.txt"]
+    write_tar(path, dict.fromkeys(names, b""))
     samples = api.TarSamples(path)
     assert [samples[number] for number in range(len(samples))] == list(api.WebDatasetShards([path]).open(0))
-    tar_of(path, ["a.txt", "a.TXT"])
+    write_tar(path, dict.fromkeys(["a.txt", "a.TXT"], b""))
     with pytest.raises(api.DataError, match=r"two files 'a\.TXT' in one sample"):
         api.TarSamples(path)

@@ -6,46 +6,32 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.api import DataError, DataPosition, DistributedDataLoader, Mixture, TrainStream, epoch_order
-from tests.data.reading import close, next_step, open_ranks, open_stream, seek
+from tests.api import DataError, DataPosition, DistributedDataLoader, Mixture, epoch_order
+from tests.data import reading
+from tests.data.reading import Layout, open_ranks, open_stream, read_in_parts
 from tests.data.samples import BrokenDataset, CountingDataset, DrawingDataset, global_states, rows
 
 SEED = 11
 GLOBAL_BATCH = 12
-LAYOUTS = [(1, 1), (1, 3), (1, 4), (2, 1), (2, 3), (3, 1), (3, 4), (4, 1), (4, 3)]
-"""(world size, accumulation) that divide the global batch."""
+LAYOUTS = [(1, 1, 0), (1, 3, 0), (1, 4, 0), (2, 1, 0), (2, 3, 0), (3, 1, 0), (3, 4, 0), (4, 1, 0), (4, 3, 0)]
+"""(ranks, accumulation, workers), of which the first two divide the global batch."""
 
 
-def open_streams(
-    world: int, accumulation: int, *, length: int = 40, workers: int = 0, **options: Any
-) -> list[TrainStream]:
-    layout = (world, accumulation, workers)
-    return open_ranks(lambda: DrawingDataset(length), layout, GLOBAL_BATCH, seed=SEED, shuffle=True, **options)
+class Job(reading.Job):
+    """Over so many samples; a step is its samples in global order."""
 
+    def __init__(self, layout: Layout, length: int = 40, **options: Any) -> None:
+        options |= {"seed": SEED, "shuffle": True}
+        super().__init__(open_ranks(lambda: DrawingDataset(length), layout, GLOBAL_BATCH, **options))
 
-def read_step(streams: list[TrainStream]) -> tuple[list[tuple[float, ...]], DataPosition] | None:
-    """One optimizer step of all ranks: its samples in global order, and the position after it."""
-    if (step := next_step(streams)) is None:
-        return None
-    batches, window = step
-    return [row for batch in batches for row in rows(batch)], window.end
-
-
-def read_steps(streams: list[TrainStream], passes: int) -> list[list[tuple[float, ...]]]:
-    steps = []
-    while passes:
-        if (step := read_step(streams)) is None:
-            passes -= 1
-        else:
-            steps.append(step[0])
-    close(streams)
-    return steps
+    def steps(self, count: int) -> list[list[tuple[float, ...]]]:
+        return [[row for batch in batches for row in rows(batch)] for batches in self.read(count)]
 
 
 @pytest.fixture(scope="module")
 def reference() -> list[list[tuple[float, ...]]]:
     """Two epochs on one rank without accumulation or workers."""
-    return read_steps(open_streams(1, 1), passes=2)
+    return Job((1, 1, 0)).steps(6)
 
 
 def test_step_s_of_an_epoch_consumes_the_sth_global_batch_of_its_order(reference: list) -> None:
@@ -64,38 +50,30 @@ def test_epochs_have_different_orders_and_samples_different_draws(reference: lis
 
 
 @pytest.mark.parametrize(
-    ("world", "accumulation", "options"),
+    ("layout", "options"),
     [
-        *((*layout, {}) for layout in LAYOUTS),
-        (2, 3, {"workers": 1}),
-        (2, 3, {"workers": 2}),
-        (2, 3, {"workers": 2, "persistent_workers": True}),
-        (1, 1, {"workers": 1, "multiprocessing_context": "spawn"}),
+        *((layout, {}) for layout in LAYOUTS),
+        ((2, 3, 1), {}),
+        ((2, 3, 2), {}),
+        ((2, 3, 2), {"persistent_workers": True}),
+        ((1, 1, 1), {"multiprocessing_context": "spawn"}),
     ],
 )
 def test_samples_and_draws_do_not_depend_on_world_accumulation_or_workers(
-    world: int, accumulation: int, options: dict[str, Any], reference: list
+    layout: Layout, options: dict[str, Any], reference: list
 ) -> None:
-    assert read_steps(open_streams(world, accumulation, **options), passes=2) == reference
+    job = Job(layout, **options)
+    assert job.steps(6) == reference
+    job.close()
 
 
 @pytest.mark.pitfall(33)
 @pytest.mark.pitfall(34)
 @pytest.mark.parametrize("stop_after", range(7))
 def test_a_run_resumed_at_any_window_elsewhere_reads_the_rest_unchanged(stop_after: int, reference: list) -> None:
-    before, after = LAYOUTS[stop_after], LAYOUTS[-1 - stop_after]
-    streams = open_streams(*before)
-    steps: list[list[tuple[float, ...]]] = []
-    position = DataPosition(0, 0, 0)
-    while len(steps) < stop_after:
-        step = read_step(streams)
-        if step is not None:
-            rows_of_step, position = step
-            steps.append(rows_of_step)
-    streams = open_streams(*after, workers=2 if stop_after == 4 else 0)
-    seek(streams, position)
-    steps += read_steps(streams, passes=2 - position.epoch)
-    assert steps == reference
+    ranks, accumulation, _ = LAYOUTS[-1 - stop_after]
+    after = ranks, accumulation, 2 if stop_after == 4 else 0
+    assert read_in_parts(Job, [(LAYOUTS[stop_after], stop_after), (after, 6 - stop_after)]) == reference
 
 
 @pytest.mark.pitfall(34)
@@ -166,7 +144,7 @@ def test_too_little_data_for_one_window_is_an_error_with_its_numbers() -> None:
     with pytest.raises(
         DataError, match=r"7 samples, fewer than one global batch of 12 \(batch_size=2 x dp_size=2 x accumulation=3\)"
     ):
-        open_streams(2, 3, length=7)
+        Job((2, 3, 0), length=7)
     with pytest.raises(DataError, match=r"7 samples.*drop_last=False"):
         open_stream(DataLoader(DrawingDataset(7), 4), size=2)
     with pytest.raises(DataError, match="1 samples, fewer than dp_size=2"):
@@ -177,7 +155,9 @@ def test_too_little_data_for_one_window_is_an_error_with_its_numbers() -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_reading_leaves_the_global_generators_untouched(workers: int) -> None:
     before = global_states()
-    read_steps(open_streams(1, 3, workers=workers), passes=2)
+    job = Job((1, 3, workers))
+    job.steps(6)
+    job.close()
     assert global_states() == before
 
 
@@ -193,7 +173,7 @@ def test_an_error_while_loading_reaches_the_caller_as_it_is(workers: int) -> Non
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_closing_ends_workers_in_a_window(persistent: bool, own_children: Callable[[], set[BaseProcess]]) -> None:
-    stream = open_streams(1, 3, workers=2, persistent_workers=persistent)[0]
+    (stream,) = Job((1, 3, 2), persistent_workers=persistent).streams
     next(iter(stream.next_window().batches))
     assert len(own_children()) == 2
     stream.close()

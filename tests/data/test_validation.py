@@ -1,11 +1,11 @@
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.api import DataError, DistributedDataLoader, PerRankLoader, train_stream, validation_batches
+from tests.api import DataError, DistributedDataLoader, PerRankLoader
+from tests.data.reading import open_stream, open_validation
 from tests.data.samples import DrawingDataset, ShuffledStream, global_states, rows
 
 
@@ -14,7 +14,7 @@ from tests.data.samples import DrawingDataset, ShuffledStream, global_states, ro
 @pytest.mark.parametrize("make", [DistributedDataLoader, DataLoader])
 def test_every_sample_is_validated_exactly_once_and_in_order(length: int, size: int, make: Any) -> None:
     loader = make(TensorDataset(torch.arange(length)), 2, shuffle=True, drop_last=True)
-    ranks = [validation_batches(loader, dp_rank=rank, dp_size=size, seed=0) for rank in range(size)]
+    ranks = [open_validation(loader, rank, size) for rank in range(size)]
     batches = [[batch.tolist() for (batch,) in rank] for rank in ranks]
     assert sorted(index for rank in batches for batch in rank for index in batch) == list(range(length))
     in_order = [
@@ -32,24 +32,16 @@ def test_every_sample_is_validated_exactly_once_and_in_order(length: int, size: 
 def test_each_validation_reads_the_same_draws_at_any_world_size(workers: int) -> None:
     before = global_states()
     loader = DistributedDataLoader(DrawingDataset(6), 3, num_workers=workers)
-    whole = validation_batches(loader, dp_rank=0, dp_size=1, seed=4)
+    whole = open_validation(loader)
     first = [row for batch in whole for row in rows(batch)]
     assert [row for batch in whole for row in rows(batch)] == first
-    halves = [
-        validation_batches(DistributedDataLoader(DrawingDataset(6), 3), dp_rank=rank, dp_size=2, seed=4)
-        for rank in (0, 1)
-    ]
+    halves = [open_validation(DistributedDataLoader(DrawingDataset(6), 3), rank, 2) for rank in (0, 1)]
     assert [row for half in halves for batch in half for row in rows(batch)] == first
     assert global_states() == before
 
 
 def test_a_validation_that_is_broken_off_begins_anew() -> None:
-    data = validation_batches(
-        DistributedDataLoader(DrawingDataset(6), 2, num_workers=1, persistent_workers=True),
-        dp_rank=0,
-        dp_size=1,
-        seed=4,
-    )
+    data = open_validation(DistributedDataLoader(DrawingDataset(6), 2, num_workers=1, persistent_workers=True))
     next(iter(data))
     assert [batch["index"].tolist() for batch in data] == [[0, 1], [2, 3], [4, 5]]
     data.close()
@@ -57,23 +49,22 @@ def test_a_validation_that_is_broken_off_begins_anew() -> None:
 
 def test_a_foreign_loader_is_validated_as_it_is_on_one_rank_and_refused_beyond() -> None:
     loader = DataLoader(ShuffledStream(6), 2)
-    data = validation_batches(loader, dp_rank=0, dp_size=1, seed=0)
+    data = open_validation(loader)
     first = [batch.tolist() for batch in data]
     assert sorted(index for batch in first for index in batch) == list(range(6))
     assert [batch.tolist() for batch in data] == first
     with pytest.raises(DataError, match="PerRankLoader"):
-        validation_batches(loader, dp_rank=0, dp_size=2, seed=0)
+        open_validation(loader, size=2)
 
 
 def test_per_rank_validation_is_used_as_it_is() -> None:
-    data = validation_batches(PerRankLoader([1, 2]), dp_rank=1, dp_size=2, seed=0)
-    assert list(data) == [1, 2]
+    assert list(open_validation(PerRankLoader([1, 2]), 1, 2)) == [1, 2]
 
 
 @pytest.mark.pitfall(10)
 def test_validation_data_that_can_be_read_only_once_is_refused() -> None:
     with pytest.raises(DataError, match="can be read once"):
-        validation_batches(iter([1]), dp_rank=0, dp_size=1, seed=0)
+        open_validation(iter([1]))
 
 
 @pytest.mark.parametrize(
@@ -83,21 +74,18 @@ def test_validation_data_that_can_be_read_only_once_is_refused() -> None:
         PerRankLoader({"one": DataLoader(TensorDataset(torch.ones(2)))}),
     ],
 )
-@pytest.mark.parametrize("dp_size", [1, 2])
-@pytest.mark.parametrize("open_data", [validation_batches, partial(train_stream, accumulation=1)])
-def test_several_loaders_in_the_place_of_one_are_refused(several: Any, dp_size: int, open_data: Any) -> None:
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("open_data", [open_validation, open_stream])
+def test_several_loaders_in_the_place_of_one_are_refused(several: Any, size: int, open_data: Any) -> None:
     with pytest.raises(DataError, match=r"of \d data loaders.*Give a dict of named loaders"):
-        open_data(several, dp_rank=0, dp_size=dp_size, seed=0)
+        open_data(several, size=size)
 
 
 def test_of_a_dataset_without_samples_it_is_said_whose_it_is() -> None:
     empty = DataLoader(TensorDataset(torch.ones(0)))
-    with pytest.raises(DataError, match=r"The dataset \(TensorDataset\) has 0 samples\. Check its path"):
-        validation_batches(empty, dp_rank=0, dp_size=1, seed=0)
-    with pytest.raises(DataError, match=r"The dataset \(TensorDataset\) has 0 samples\. Check its path"):
-        train_stream(empty, accumulation=1, dp_rank=0, dp_size=1, seed=0)
-    with pytest.raises(DataError, match=r"The training loader \(list\) has 0 batches"):
-        train_stream([], accumulation=1, dp_rank=0, dp_size=1, seed=0)
+    for open_data in (open_validation, open_stream):
+        with pytest.raises(DataError, match=r"The dataset \(TensorDataset\) has 0 samples\. Check its path"):
+            open_data(empty)
 
 
 @pytest.mark.pitfall(77)
@@ -105,7 +93,7 @@ def test_of_a_dataset_without_samples_it_is_said_whose_it_is() -> None:
 def test_each_validation_reads_the_dataset_as_long_as_it_is_then(num_workers: int) -> None:
     data = [torch.tensor([float(index)]) for index in range(3)]
     loader = DataLoader(data, batch_size=2, num_workers=num_workers, persistent_workers=num_workers > 0)
-    found = validation_batches(loader, dp_rank=0, dp_size=1, seed=0)
+    found = open_validation(loader)
     for more in (0, 2):
         data += [torch.tensor([float(len(data) + index)]) for index in range(more)]
         assert torch.cat(list(found)).flatten().tolist() == [float(index) for index in range(3 + more)]

@@ -9,7 +9,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dream_trainer.optim import muon
 from tests.api import Muon, deal
@@ -36,22 +38,16 @@ def groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
     return [{"params": parameters[:3]}, {"params": parameters[3:], "lr": 2 * LR, "nesterov": False, "ns_steps": 4}]
 
 
-def by_pytorch() -> list[Tensor]:
-    """Weights and momentum after four steps of torch.optim.Muon in one process."""
-    parameters = [nn.Parameter(matrix) for matrix in matrices()]
-    optimizer = torch.optim.Muon(groups(parameters), lr=LR)
-    for step in range(4):
-        for parameter, gradient in zip(parameters, gradients(step), strict=True):
-            parameter.grad = gradient
-        optimizer.step()
-    return [p.detach() for p in parameters] + [optimizer.state[p]["momentum_buffer"] for p in parameters]
+def matrices_as_parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    return [nn.Parameter(matrix) for matrix in matrices(dtype)]
 
 
-def by_ours(parameters: list[nn.Parameter], **options: Any) -> list[Tensor]:
-    """The same by ours over parameters of any layout, as whole tensors."""
-    optimizer = Muon(groups(parameters), lr=LR, **options)
+def after_four_steps(cls: type[torch.optim.Muon], given: list[Any], **options: Any) -> list[Tensor]:
+    """Weights and momentum of parameters of any layout, or of groups of them, as whole tensors."""
+    optimizer = cls(given, lr=LR, **options)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for step in range(4):
-        for p, gradient in zip(parameters, gradients(step), strict=True):
+        for p, gradient in zip(parameters, gradients(step, parameters[0].dtype), strict=True):
             if isinstance(p, DTensor) and gradient is not None:
                 p.grad = distribute_tensor(gradient, p.device_mesh, p.placements, src_data_rank=None)
             else:
@@ -61,18 +57,22 @@ def by_ours(parameters: list[nn.Parameter], **options: Any) -> list[Tensor]:
     return [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach() for tensor in found]
 
 
+SHARDED: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
+    "rows over four": ((4,), (Shard(0),)),
+    "columns over four": ((4,), (Shard(1),)),
+    "copied over four": ((4,), (Replicate(),)),
+    "rows over two, copied over two": ((2, 2), (Replicate(), Shard(0))),
+    "columns over two, copied over two": ((2, 2), (Shard(1), Replicate())),
+    "rows and columns": ((2, 2), (Shard(0), Shard(1))),
+}
+LAYOUTS = (*SHARDED, "plain, shared", "plain, each for itself")
+REPEATED = ("rows and columns", "plain, each for itself")
+
+
 def layouts() -> dict[str, Any]:
     """On each of four ranks: results under every layout, and how many matrices this rank orthogonalised in all."""
     dist.init_process_group("gloo")
-    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
-    cases: dict[str, tuple[Any, tuple[Any, ...]]] = {
-        "rows over four": (line, (Shard(0),)),
-        "columns over four": (line, (Shard(1),)),
-        "copied over four": (line, (Replicate(),)),
-        "rows over two, copied over two": (square, (Replicate(), Shard(0))),
-        "columns over two, copied over two": (square, (Shard(1), Replicate())),
-        "rows and columns": (square, (Shard(0), Shard(1))),
-    }
+    meshes = {shape: init_device_mesh("cpu", shape) for shape in ((4,), (2, 2))}
     results: dict[str, Any] = {}
     counted, calls = muon.orthogonalised, 0
 
@@ -82,15 +82,16 @@ def layouts() -> dict[str, Any]:
         return counted(*args)
 
     muon.orthogonalised = count
-    for name, (mesh, placements) in cases.items():
+    for name, (shape, placements) in SHARDED.items():
         parameters = [
-            nn.Parameter(distribute_tensor(matrix, mesh, placements, src_data_rank=None)) for matrix in matrices()
+            nn.Parameter(distribute_tensor(matrix, meshes[shape], placements, src_data_rank=None))
+            for matrix in matrices()
         ]
         calls = 0
-        results[name] = by_ours(parameters), calls
+        results[name] = after_four_steps(Muon, groups(parameters)), calls
     for name, replicas in (("plain, shared", dist.group.WORLD), ("plain, each for itself", None)):
         calls = 0
-        results[name] = by_ours([nn.Parameter(matrix) for matrix in matrices()], replicas=replicas), calls
+        results[name] = after_four_steps(Muon, groups(matrices_as_parameters()), replicas=replicas), calls
     muon.orthogonalised = counted
     results["beside tensor parallelism"] = [p.full_tensor().detach() for p in trained(sharded=True)]
     dist.destroy_process_group()
@@ -106,10 +107,6 @@ def trained(*, sharded: bool = False) -> list[Any]:
     module = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False)).double()
     x = torch.randn(4, 6, dtype=torch.float64)
     if sharded:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
         fully_shard(module, mesh=mesh["dp"])
@@ -122,19 +119,6 @@ def trained(*, sharded: bool = False) -> list[Any]:
     return list(module.parameters())
 
 
-LAYOUTS = (
-    "rows over four",
-    "columns over four",
-    "copied over four",
-    "rows over two, copied over two",
-    "columns over two, copied over two",
-    "rows and columns",
-    "plain, shared",
-    "plain, each for itself",
-)
-REPEATED = ("rows and columns", "plain, each for itself")
-
-
 @pytest.fixture(scope="module")
 def world() -> list[dict[str, Any]]:
     return run_world(layouts, 4)
@@ -142,9 +126,9 @@ def world() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_and_momentum_are_pytorchs_bits_in_one_process(layout: str, world: list[dict[str, Any]]) -> None:
+    expected = after_four_steps(torch.optim.Muon, groups(matrices_as_parameters()))
     for results in world:
-        for found, expected in zip(results[layout][0], by_pytorch(), strict=True):
-            assert torch.equal(found, expected)
+        assert all(map(torch.equal, results[layout][0], expected))
 
 
 def test_beside_tensor_parallelism_steps_are_those_of_one_process(world: list[dict[str, Any]]) -> None:
@@ -170,20 +154,12 @@ def test_each_matrix_is_orthogonalised_on_one_rank(layout: str, world: list[dict
     ],
 )
 def test_in_one_process_steps_are_those_of_pytorch_bit_for_bit(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    found: list[list[nn.Parameter]] = []
-    for cls in (Muon, torch.optim.Muon):
-        parameters = [nn.Parameter(matrix) for matrix in matrices(dtype)]
-        optimizer = cls(parameters, lr=LR, **options)
-        for step in range(3):
-            for p, gradient in zip(parameters, gradients(step, dtype), strict=True):
-                p.grad = gradient
-            optimizer.step()
-        found.append(parameters)
-    assert all(torch.equal(p, q) for p, q in zip(*found, strict=True))
+    ours, theirs = (after_four_steps(cls, matrices_as_parameters(dtype), **options) for cls in (Muon, torch.optim.Muon))
+    assert all(map(torch.equal, ours, theirs))
 
 
 def test_a_step_with_found_inf_changes_nothing_and_one_without_all() -> None:
-    guarded, free = ([nn.Parameter(matrix) for matrix in matrices()] for _ in range(2))
+    guarded, free = matrices_as_parameters(), matrices_as_parameters()
     ours, theirs = Muon(guarded, lr=LR), Muon(free, lr=LR)
     for step in (0, 1):
         for p, q, gradient in zip(guarded, free, gradients(step), strict=True):
@@ -201,10 +177,8 @@ def test_a_step_with_found_inf_changes_nothing_and_one_without_all() -> None:
 
 
 def test_state_of_pytorchs_muon_loads() -> None:
-    theirs = [nn.Parameter(matrix) for matrix in matrices()]
-    optimizer = torch.optim.Muon(theirs, lr=LR)
-    ours = [nn.Parameter(matrix) for matrix in matrices()]
-    resumed = Muon(ours, lr=1.0)
+    theirs, ours = matrices_as_parameters(), matrices_as_parameters()
+    optimizer, resumed = torch.optim.Muon(theirs, lr=LR), Muon(ours, lr=1.0)
     for step in range(4):
         for p, q, gradient in zip(theirs, ours, gradients(step), strict=True):
             p.grad, q.grad = gradient, gradient

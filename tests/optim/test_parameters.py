@@ -1,24 +1,13 @@
-"""OptimizerParameters: what it refuses, and its ways to a dict and a command line."""
+"""Parameters of optimizers and schedules: what they refuse, and their ways to a dict and a command line."""
 
 import json
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch
 
 import dream_trainer as dt
 from tests.api import ConfigError, GroupParameters, OptimizerParameters, ScheduleParameters, from_dict, parse, to_dict
-
-CLASSES = {
-    "adamw": torch.optim.AdamW,
-    "adam": torch.optim.Adam,
-    "sgd": torch.optim.SGD,
-    "adagrad": torch.optim.Adagrad,
-    "rmsprop": torch.optim.RMSprop,
-    "nadam": torch.optim.NAdam,
-    "adafactor": torch.optim.Adafactor,
-}
 
 
 @dataclass(kw_only=True)
@@ -30,9 +19,8 @@ class Config(dt.BaseTrainerConfig):
 RUN = ["--project", "p", "--group", "g", "--experiment", "e"]
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
+WRONG: dict[type[Any], list[tuple[dict[str, Any], str]]] = {
+    OptimizerParameters: [
         ({"name": "lbfgs"}, "name='lbfgs' is not known. Use 'adamw'"),
         ({"lr": 0}, "lr=0 is not a number above zero"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1 is not a number of at least 0"),
@@ -45,24 +33,28 @@ RUN = ["--project", "p", "--group", "g", "--experiment", "e"]
         ({"name": "muon", "hidden": ("(",)}, "hidden='(' is not a regular expression"),
         ({"name": "muon", "adjust_lr_fn": "original"}, "Set adamw_lr too"),
     ],
-)
-def test_a_value_that_cannot_work_is_refused_when_built(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        OptimizerParameters(**values)
-    assert message in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
+    GroupParameters: [
         ({"pattern": "["}, "pattern='[' is not a regular expression"),
         ({"pattern": "", "lr": 1.0}, "pattern='' is not a pattern"),
         ({"pattern": "a", "lr": 1.0, "lr_scale": 2.0}, "both set the rate"),
     ],
-)
-def test_a_group_that_cannot_work_is_refused_when_built(values: dict[str, Any], message: str) -> None:
+    ScheduleParameters: [
+        ({"unit": "batch"}, "unit='batch' is not known. Use 'step', 'epoch' or 'token'."),
+        ({"min_lr_ratio": 0.1}, "min_lr_ratio=0.1 means nothing to 'constant'. Leave it out, or use 'cosine'"),
+        ({"name": "cosine", "decay_steps": 5}, "decay_steps=5 means nothing to 'cosine'. Leave it out, or use 'wsd'."),
+        ({"name": "cosine", "min_lr_ratio": 1.5}, "min_lr_ratio=1.5 is not a number from 0 to 1"),
+        ({"warmup_steps": 1.5}, "warmup_steps=1.5 is not a fraction of the total"),
+        ({"name": "wsd", "decay_shape": "exponential"}, "never reaches min_lr_ratio=0"),
+        ({"name": "plateau", "warmup_steps": 5}, "Leave out warmup_steps=5"),
+        ({"name": "plateau", "unit": "epoch"}, 'and unit="epoch"'),
+    ],
+}
+
+
+@pytest.mark.parametrize(("kind", "values", "message"), [(kind, *row) for kind in WRONG for row in WRONG[kind]])
+def test_a_value_that_cannot_work_is_refused_when_built(kind: type[Any], values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        GroupParameters(**values)
+        kind(**values)
     assert message in str(error.value)
 
 

@@ -94,22 +94,6 @@ def test_a_warmup_the_run_does_not_outlast_is_cut_off_by_its_end() -> None:
             assert max(factor(step) for step in range(10)) == largest
 
 
-@pytest.mark.parametrize("values", [values for values, _ in FORMS], ids=str)
-@pytest.mark.parametrize("stop", [3, 36])
-def test_a_resume_in_the_middle_goes_on_with_the_same_rates(values: dict[str, Any], stop: int) -> None:
-    parameters = ScheduleParameters(warmup_steps=WARMUP, **values)
-    whole = rates(build_schedule(parameters, optimizer(), total_steps=TOTAL), TOTAL)
-    before = build_schedule(parameters, optimizer(), total_steps=TOTAL)
-    rates(before, stop)
-    text = typed_json.dumps({"schedule": before.state_dict(), "optimizer": before.optimizer.state_dict()})
-    after = build_schedule(parameters, optimizer(), total_steps=TOTAL)
-    saved = typed_json.loads(text)
-    after.optimizer.load_state_dict(saved["optimizer"])
-    after.load_state_dict(saved["schedule"])
-    assert rates(after, TOTAL - stop) == whole[stop:]
-    assert after.get_last_lr() == whole[-1]
-
-
 def test_a_longer_run_stretches_what_is_left_of_the_schedule() -> None:
     parameters = ScheduleParameters(name="wsd", decay_steps=10)
     before = build_schedule(parameters, optimizer(), total_steps=TOTAL)
@@ -132,25 +116,6 @@ def test_plateau_is_pytorchs_own_with_a_smallest_rate_per_group() -> None:
         by_hand.step(value)
         assert schedule.get_last_lr() == by_hand.get_last_lr()
     assert schedule.get_last_lr() == pytest.approx([0.2, 0.05])
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"unit": "batch"}, "unit='batch' is not known. Use 'step', 'epoch' or 'token'."),
-        ({"min_lr_ratio": 0.1}, "min_lr_ratio=0.1 means nothing to 'constant'. Leave it out, or use 'cosine'"),
-        ({"name": "cosine", "decay_steps": 5}, "decay_steps=5 means nothing to 'cosine'. Leave it out, or use 'wsd'."),
-        ({"name": "cosine", "min_lr_ratio": 1.5}, "min_lr_ratio=1.5 is not a number from 0 to 1"),
-        ({"warmup_steps": 1.5}, "warmup_steps=1.5 is not a fraction of the total"),
-        ({"name": "wsd", "decay_shape": "exponential"}, "never reaches min_lr_ratio=0"),
-        ({"name": "plateau", "warmup_steps": 5}, "Leave out warmup_steps=5"),
-        ({"name": "plateau", "unit": "epoch"}, 'and unit="epoch"'),
-    ],
-)
-def test_a_value_that_cannot_work_is_refused_when_built(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        ScheduleParameters(**values)
-    assert message in str(error.value)
 
 
 def test_a_total_that_nobody_knows_is_refused_where_it_matters() -> None:

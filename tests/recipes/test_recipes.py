@@ -33,6 +33,7 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
 }
+LLAMA = {"model_type": "llama", **SIZES}
 LORA: dict[str, Any] = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
 
 
@@ -53,7 +54,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-LIMITS = dt.TrainingParameters(max_steps=4, val_every_n_steps=4, global_batch_size=4, train_batch_size=2)
+RUN: dict[str, Any] = {
+    "experiment": "one",
+    "training_parameters": dt.TrainingParameters(
+        max_steps=4, val_every_n_steps=4, global_batch_size=4, train_batch_size=2
+    ),
+    "device_parameters": dt.DeviceParameters(device="cpu"),
+    "optimizer": dt.OptimizerParameters(lr=0.01, weight_decay=0.0),
+    "schedule": dt.ScheduleParameters(),
+}
 
 
 @contextmanager
@@ -76,16 +85,10 @@ def trained(recipe: type[Any], config: dt.DreamTrainerConfig) -> Iterator[tuple[
         yield trainer, begun, batches
 
 
-def by_hand(
-    model: nn.Module,
-    batches: list[Any],
-    loss_of: Callable[[Any], tuple[Tensor, Any]],
-    lr: float,
-    betas: Any = (0.9, 0.999),
-) -> nn.Module:
+def by_hand(model: nn.Module, batches: list[Any], loss_of: Callable[[Any], tuple[Tensor, Any]]) -> nn.Module:
     """Four steps of AdamW under a constant rate, each over two micro-batches and their weights."""
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(learned, lr=lr, betas=betas, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(learned, lr=0.01, weight_decay=0.0, fused=True)
     for step in range(4):
         total: Any = 0
         for batch in batches[2 * step : 2 * step + 2]:
@@ -122,23 +125,16 @@ def next_token_loss(model: nn.Module) -> Callable[[Any], tuple[Tensor, Tensor]]:
 
 
 def language_config(files: Path, **fields: Any) -> recipes.LanguageModelConfig:
-    return recipes.LanguageModelConfig(
-        experiment="one",
-        **{"train_data": str(files / "tokens/train"), "val_data": str(files / "tokens/val"), **fields},
-        row_length=32,
-        training_parameters=LIMITS,
-        device_parameters=dt.DeviceParameters(device="cpu"),
-        optimizer=dt.OptimizerParameters(lr=0.01, weight_decay=0.0),
-        schedule=dt.ScheduleParameters(),
-    )
+    data = {"train_data": str(files / "tokens/train"), "val_data": str(files / "tokens/val")}
+    return recipes.LanguageModelConfig(**RUN, row_length=32, **data, **fields)
 
 
 def test_a_language_model_learns_as_by_hand(files: Path) -> None:
-    config = language_config(files, architecture={"model_type": "llama", **SIZES})
+    config = language_config(files, architecture=LLAMA)
     with trained(recipes.LanguageModel, config) as (trainer, begun, batches):
         model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
         model.load_state_dict(begun["model"].state_dict())
-        assert_same(trainer.model, by_hand(model, batches, next_token_loss(model), lr=0.01))
+        assert_same(trainer.model, by_hand(model, batches, next_token_loss(model)))
 
 
 def test_adapters_learn_as_by_hand_on_the_bases_weights(files: Path) -> None:
@@ -149,11 +145,11 @@ def test_adapters_learn_as_by_hand_on_the_bases_weights(files: Path) -> None:
         model.load_state_dict(
             {name: value for name, value in begun["model"].state_dict().items() if "lora_" in name}, strict=False
         )
-        assert_same(trainer.model, by_hand(model, batches, next_token_loss(model), lr=0.01))
+        assert_same(trainer.model, by_hand(model, batches, next_token_loss(model)))
 
 
 def test_perplexity_is_that_of_all_tokens(files: Path) -> None:
-    config = language_config(files, architecture={"model_type": "llama", **SIZES})
+    config = language_config(files, architecture=LLAMA)
     with trained(recipes.LanguageModel, config) as (trainer, _, _):
         rows = dt.data.PackedRows(trainer.documents()[1], 32)
         batches = [{name: value[None] for name, value in rows[number].items()} for number in range(len(rows))]
@@ -164,7 +160,7 @@ def test_perplexity_is_that_of_all_tokens(files: Path) -> None:
 
 
 def test_it_generates_the_likeliest_token_at_a_low_temperature(files: Path) -> None:
-    config = language_config(files, architecture={"model_type": "llama", **SIZES})
+    config = language_config(files, architecture=LLAMA)
     with trained(recipes.LanguageModel, config) as (trainer, _, _):
         found = trainer.generate([5, 6], 4, temperature=1e-6)
         assert trainer.model.training
@@ -176,33 +172,19 @@ def test_it_generates_the_likeliest_token_at_a_low_temperature(files: Path) -> N
 
 
 def tuning(config: type[Any], files: Path, **fields: Any) -> Any:
-    return config(
-        experiment="one",
-        pretrained=str(files / "base"),
-        train_data=str(files / "train.jsonl"),
-        val_data=str(files / "val.jsonl"),
-        row_length=32,
-        training_parameters=LIMITS,
-        device_parameters=dt.DeviceParameters(device="cpu"),
-        optimizer=dt.OptimizerParameters(lr=0.01, weight_decay=0.0),
-        schedule=dt.ScheduleParameters(),
-        **fields,
-    )
+    data = {"train_data": str(files / "train.jsonl"), "val_data": str(files / "val.jsonl")}
+    return config(**RUN, pretrained=str(files / "base"), row_length=32, **data, **fields)
 
 
 def test_fine_tuning_learns_answers_only_as_by_hand(files: Path) -> None:
-    with trained(recipes.SupervisedFineTuning, tuning(recipes.SupervisedFineTuningConfig, files)) as (
-        trainer,
-        _,
-        batches,
-    ):
+    config = tuning(recipes.SupervisedFineTuningConfig, files)
+    with trained(recipes.SupervisedFineTuning, config) as (trainer, _, batches):
         model = AutoModelForCausalLM.from_pretrained(files / "base").train()
-        assert_same(trainer.model, by_hand(model, batches, next_token_loss(model), lr=0.01))
+        assert_same(trainer.model, by_hand(model, batches, next_token_loss(model)))
         tokenizer = ByT5Tokenizer()
         for batch in batches:
-            texts = [
-                str(tokenizer.decode(row[row >= 0])) for row in batch["labels"]
-            ]  # the ends of answers tell them apart
+            texts = [str(tokenizer.decode(row[row >= 0])) for row in batch["labels"]]
+            # The ends of answers tell them apart.
             learned = [text for row in texts for text in row.split("</s>") if text]
             assert all(text.isdigit() for text in learned)
             assert learned
@@ -226,16 +208,15 @@ def test_dpo_learns_as_by_hand(files: Path) -> None:
             odds = better - worse
             return (-0.8 * F.logsigmoid(odds) - 0.2 * F.logsigmoid(-odds)).mean(), 1
 
-        assert_same(trainer.model, by_hand(policy, batches, loss, lr=0.01))
+        assert_same(trainer.model, by_hand(policy, batches, loss))
         assert_same(trainer.reference, reference)
         tokens, labels = batches[0]["tokens"], batches[0]["labels"]
         assert torch.equal(tokens[labels >= 0], labels[labels >= 0])
         first = ByT5Tokenizer().batch_decode(tokens[0])
         prompt = first[0].split("= ")[0]
         assert first[1].startswith(prompt)
-        assert (
-            int(first[0].split("= ")[1].split("<")[0]) == int(prompt.split(" +")[0]) + 1
-        )  # the preferred one is first
+        preferred = first[0].split("= ")[1].split("<")[0]
+        assert int(preferred) == int(prompt.split(" +")[0]) + 1
 
 
 def test_dpo_says_which_pairs_it_cuts_off(files: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -250,24 +231,15 @@ def test_dpo_says_which_pairs_it_cuts_off(files: Path, caplog: pytest.LogCapture
 
 def test_a_classifier_learns_as_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(YAML))
-    config = recipes.ClassifierConfig(
-        experiment="one",
-        model="digits:network",
-        model_arguments={"width": 8},
-        data="digits:digits",
-        label_smoothing=0.1,
-        training_parameters=LIMITS,
-        device_parameters=dt.DeviceParameters(device="cpu"),
-        optimizer=dt.OptimizerParameters(lr=0.01, weight_decay=0.0),
-        schedule=dt.ScheduleParameters(),
-    )
+    fields: dict[str, Any] = {"model": "digits:network", "model_arguments": {"width": 8}, "data": "digits:digits"}
+    config = recipes.ClassifierConfig(**RUN, label_smoothing=0.1, **fields)
     with trained(recipes.Classifier, config) as (trainer, begun, batches):
         model = begun["model"]
 
         def loss(batch: list[Tensor]) -> tuple[Tensor, int]:
             return F.cross_entropy(model(batch[0]), batch[1], label_smoothing=0.1), 1
 
-        assert_same(trainer.model, by_hand(model, batches, loss, lr=0.01))
+        assert_same(trainer.model, by_hand(model, batches, loss))
         images, labels = sys.modules["digits"].digits()[1].tensors
         probabilities = model(images).softmax(1)
         torch.testing.assert_close(trainer.predict("val"), probabilities.detach())

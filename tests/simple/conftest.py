@@ -1,3 +1,0 @@
-"""Each test of this folder runs in an empty directory."""
-
-from __future__ import annotations
