@@ -34,7 +34,7 @@ _NAMES = {
     "dream_trainer.checkpoint.saver": "Moment Saver",
     "dream_trainer.checkpoint.background": "HostCopies",
     "dream_trainer.checks": "divisors",
-    "dream_trainer.cli.main": "GROUPS main",
+    "dream_trainer.cli.main": "main",
     "dream_trainer.cli.new": "EXAMPLES LAUNCH",
     "dream_trainer.cli.plot": "draw panels read_log",
     "dream_trainer.compat.async_collectives": "waited why_memory_is_not_shared",
@@ -59,7 +59,6 @@ _NAMES = {
     "dream_trainer.config.command_line": "parse",
     "dream_trainer.config.device_parameters": "DeviceParameters MeshShape resolve_mesh",
     "dream_trainer.config.logger_parameters": ("LoggerParameters MLflowParameters TrackioParameters WandbParameters"),
-    "dream_trainer.config.parallel_parameters": "PipelineSchedule",
     "dream_trainer.data": "AlternatingLoaders LoaderGroup",
     "dream_trainer.data.feed": "WindowFeed copy_stream on_device",
     "dream_trainer.data.foreign": "SeededPass draws_at_start_only",
@@ -96,7 +95,7 @@ _NAMES = {
     "dream_trainer.distributed.watchdog": "Watchdog",
     "dream_trainer.distributed.world": "World",
     "dream_trainer.parallel.axes": "AXES options_of_overlap",
-    "dream_trainer.parallel.axis": "AxisSetup MeshParallelism lay_mesh_among_data shape_among_data",
+    "dream_trainer.parallel.axis": "AxisSetup lay_mesh_among_data shape_among_data",
     "dream_trainer.errors": (
         "CheckpointError ConfigError DamagedCheckpointError DataError HookError InitError NonFiniteError "
         "RanksDifferError StepError"
@@ -136,7 +135,7 @@ _NAMES = {
     "dream_trainer.nested": "average detach to_device",
     "dream_trainer.optim": (
         "OptimizerParameters ScheduleParameters build_optimizer build_optimizers build_schedule "
-        "build_schedules freeze refuse_unshardable"
+        "freeze refuse_unshardable"
     ),
     "dream_trainer.optim.groups": "GroupParameters parameter_groups values_in_whole",
     "dream_trainer.optim.learning_rates": "TokenAxis rate_factor",
@@ -166,7 +165,7 @@ _NAMES = {
     "dream_trainer.trainer.step.nonfinite": "GROWTH_INTERVAL INITIAL_SCALE LossScale WEIGHT_DIVISOR",
     "dream_trainer.version": "__version__",
     "dream_trainer.weights.adapters": "refuse_other_adapters",
-    "dream_trainer.weights.export": "export_checkpoint export_model max_difference",
+    "dream_trainer.weights.export": "export_checkpoint export_model",
     "dream_trainer.weights.load": "load_weights",
     "dream_trainer.weights.export_files": "DTYPE_NAMES TensorSpec file_order write_safetensors",
 }

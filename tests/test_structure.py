@@ -268,7 +268,7 @@ def test_an_event_is_the_same_for_callbacks_and_the_trainer(event: str) -> None:
 # To be lowered as release 0.4 goes on; docs/baseline.md has where they are to end.
 MOST = {
     "files of the package": 227,
-    "lines of the package": 43_704,
+    "lines of the package": 43_703,
     "lines of testing/ and planning/": 3_017,
     "`raise` statements": 683,
     "modules under 60 lines": 15,
@@ -282,7 +282,7 @@ MOST = {
     "`WeakKeyDictionary` and `WeakTensorKeyDictionary`": 1,
     "`global` statements": 2,
     "files that import ctypes": 0,
-    "lines of tests": 56_681,
+    "lines of tests": 54_612,
 }
 
 

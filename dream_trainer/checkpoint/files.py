@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from xxhash import xxh3_128
 
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
-from dream_trainer.stores.store_path import StorePath, remove_directory
+from dream_trainer.stores.store_path import StorePath, removal_order
 
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 TEMPORARY_NAME = re.compile(r"\.step_(\d{8,})\.tmp-[0-9a-f]+")
@@ -180,7 +180,8 @@ def discard(path: Path) -> None:
     if named is None:
         raise ValueError(f"{path} is not named as a checkpoint. Remove it by hand.")
     if isinstance(path, StorePath):
-        remove_directory(path)
+        for name in removal_order(path):
+            path.store.remove((path / name).key)
         return
     hidden = path.with_name(f".{named[0]}.tmp-{secrets.token_hex(8)}")
     path.rename(hidden)

@@ -239,6 +239,8 @@ class GroupStream(TrainStream):
     def end_pass(self) -> None:
         if self._windows == 0:
             return
+        if self._end == "shortest":
+            self._leader = self._leader or next((name for name, is_over in self._ends().items() if is_over), None)
         for part in self._parts.values():
             # That it is at its end, which was why this pass was over, says nothing of the next one.
             part.place = part.place._replace(is_counted=bool(part.place.at_end), has_ended=False)
@@ -306,10 +308,14 @@ class GroupStream(TrainStream):
             return self._leader is not None and self._parts[self._leader].place.has_ended
         return self._end == "longest" and all(part.place.has_ended for part in self._parts.values())
 
+    def _ends(self) -> dict[str, bool | None]:
+        """Whether each loader whose turn is next has ended in this pass."""
+        parts = self._turns[self._windows % len(self._turns)]
+        return {part.name: not part.place.is_counted and part.place.at_end for part in parts}
+
     def _is_last(self) -> bool | None:
         """Whether the pass is over with the window that was read last; None where only the next one tells."""
-        parts = self._turns[self._windows % len(self._turns)]
-        ends = {part.name: not part.place.is_counted and part.place.at_end for part in parts}
+        ends = self._ends()
         if self._end == "longest":
             known = [part.place.has_ended or ends.get(name, False) for name, part in self._parts.items()]
             return False if False in known else None if None in known else True

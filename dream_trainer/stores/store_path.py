@@ -128,11 +128,6 @@ def removal_order(directory: StorePath) -> list[str]:
     return sorted(names, key=lambda name: name != "manifest.json")
 
 
-def remove_directory(directory: StorePath) -> None:
-    for name in removal_order(directory):
-        directory.store.remove((directory / name).key)
-
-
 _FIRST = 1 << 16  # bytes; a jump costs no more than this
 _PART = 8 << 20
 _PARTS_AT_ONCE = 4

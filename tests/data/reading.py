@@ -50,6 +50,10 @@ class Job:
     def position(self) -> DataPosition:
         return self.ends[0][0]
 
+    @property
+    def is_pass_over(self) -> bool:
+        return self.ends[0][2]
+
     def read(self, count: int) -> Iterator[list[Any]]:
         """The micro-batches of each of the next steps, in global order."""
         for _ in range(count):
