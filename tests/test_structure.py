@@ -282,7 +282,7 @@ MOST = {
     "`WeakKeyDictionary` and `WeakTensorKeyDictionary`": 1,
     "`global` statements": 2,
     "files that import ctypes": 0,
-    "lines of tests": 54_612,
+    "lines of tests": 54_609,
 }
 
 

@@ -26,7 +26,7 @@ class Window:
     """The micro-batches of one optimizer step."""
 
     size: int  # number of micro-batches
-    batches: Iterable[Any]  # `size` of them; ours load as they are iterated, which ends before the next window is
+    batches: Iterable[Any]  # `size` of them; ours load when they are iterated, which ends before the next window is
     samples: int | None  # of all ranks together, or None if unknown without counting
     end: DataPosition  # the position after this window
     rank_state: dict[str, Any] | None  # for `TrainStream.seek`: of a loader that keeps its own, after this window
