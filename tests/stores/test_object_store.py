@@ -137,7 +137,7 @@ def test_of_two_jobs_that_start_at_once_one_has_the_run(url: str, tmp_path: Path
     def start(name: str) -> None:
         (tmp_path / name).mkdir()
         try:
-            owners.append(Ownership(StorePath(url), tmp_path / name, lease_seconds=3.0, renew_seconds=0.2))
+            owners.append(Ownership(StorePath(url), tmp_path / name, lease_seconds=30.0, renew_seconds=0.2))
         except CheckpointError as error:
             errors.append(error)
 
