@@ -86,7 +86,7 @@ class TrainerChecks:
         facts, seconds = self.facts, [*record["steps"].values()][-1]["seconds"]
         per_pass, total = facts["steps_per_pass"], facts["total_steps"]
         self.epoch: int | None = 2 if seconds > SLOW else 3
-        wanted = self.epoch * (4 - self._quick - (seconds > SLOW))
+        wanted = self.epoch * (4 - self._quick - (seconds > SLOW))  # an epoch less for each reason
         flags = [word.partition("=")[0].replace("_", "-") for word in self._launcher.program.arguments]
         if total is not None and record["parses"] and any(flag.endswith(".max-steps") for flag in flags):
             wanted = total  # as the user says

@@ -213,9 +213,9 @@ def test_a_block_may_run_before_its_model_once_that_is_the_root(group_of_one: No
 
 def test_memory_history_and_snapshots_are_where_they_were() -> None:
     """They run on CUDA only: tests/gpu/test_memory.py."""
-    inspect.signature(torch.cuda.memory._record_memory_history).bind("all", max_entries=10)
-    inspect.signature(torch.cuda.memory._record_memory_history).bind(None, max_entries=1)
-    inspect.signature(torch.cuda.memory._dump_snapshot).bind("file")
+    record, dump = map(inspect.signature, (torch.cuda.memory._record_memory_history, torch.cuda.memory._dump_snapshot))
+    assert [*record.bind("all", max_entries=10).arguments.values()] == ["all", 10]
+    assert [*dump.bind("file").arguments.values()] == ["file"]
 
 
 def tf32_by_either_setting() -> None:
