@@ -37,23 +37,13 @@ if TYPE_CHECKING:
     from dream_trainer.config.command_line import parse as parse
     from dream_trainer.config.config_files import load_config as load_config
     from dream_trainer.config.device_parameters import (
-        DeviceParameters as DeviceParameters,
-        SetupConfigMixin as SetupConfigMixin,
-    )
-    from dream_trainer.config.logger_parameters import (
-        LoggerConfigMixin as LoggerConfigMixin,
-        LoggerParameters as LoggerParameters,
-        MLflowParameters as MLflowParameters,
-        TrackioParameters as TrackioParameters,
-        WandbParameters as WandbParameters,
-    )
-    from dream_trainer.config.parallel_parameters import (
         ActivationCheckpointingConfigMixin as ActivationCheckpointingConfigMixin,
         ActivationCheckpointingParameters as ActivationCheckpointingParameters,
         CompileConfigMixin as CompileConfigMixin,
         CompileParameters as CompileParameters,
         ContextParallelConfigMixin as ContextParallelConfigMixin,
         ContextParallelParameters as ContextParallelParameters,
+        DeviceParameters as DeviceParameters,
         Float8ConfigMixin as Float8ConfigMixin,
         Float8Parameters as Float8Parameters,
         FSDPConfigMixin as FSDPConfigMixin,
@@ -62,8 +52,16 @@ if TYPE_CHECKING:
         LocalSGDParameters as LocalSGDParameters,
         PipelineParallelConfigMixin as PipelineParallelConfigMixin,
         PipelineParallelParameters as PipelineParallelParameters,
+        SetupConfigMixin as SetupConfigMixin,
         TensorParallelConfigMixin as TensorParallelConfigMixin,
         TensorParallelParameters as TensorParallelParameters,
+    )
+    from dream_trainer.config.logger_parameters import (
+        LoggerConfigMixin as LoggerConfigMixin,
+        LoggerParameters as LoggerParameters,
+        MLflowParameters as MLflowParameters,
+        TrackioParameters as TrackioParameters,
+        WandbParameters as WandbParameters,
     )
     from dream_trainer.config.trainer_config import (
         BaseTrainerConfig as BaseTrainerConfig,
@@ -77,11 +75,6 @@ if TYPE_CHECKING:
     from dream_trainer.events.callback import Callback as Callback
     from dream_trainer.events.collection import CallbackCollection as CallbackCollection
     from dream_trainer.loggers.progress import Progress as Progress
-    from dream_trainer.optim.groups import (
-        GroupParameters as GroupParameters,
-        freeze as freeze,
-        parameter_groups as parameter_groups,
-    )
     from dream_trainer.optim.learning_rates import (
         ScheduleParameters as ScheduleParameters,
         TokenAxis as TokenAxis,
@@ -89,9 +82,12 @@ if TYPE_CHECKING:
         build_schedules as build_schedules,
     )
     from dream_trainer.optim.optimizers import (
+        GroupParameters as GroupParameters,
         OptimizerParameters as OptimizerParameters,
         build_optimizer as build_optimizer,
         build_optimizers as build_optimizers,
+        freeze as freeze,
+        parameter_groups as parameter_groups,
     )
     from dream_trainer.simple.from_objects import Trainer as Trainer
     from dream_trainer.trainer.abstract import AbstractTrainer as AbstractTrainer
@@ -113,7 +109,7 @@ if TYPE_CHECKING:
     from dream_trainer.trainer.mixins.setup import SetupMixin as SetupMixin
     from dream_trainer.trainer.mixins.tensor_parallel import TensorParallelMixin as TensorParallelMixin
     from dream_trainer.weights.adapters import load_adapters as load_adapters, load_base_weights as load_base_weights
-    from dream_trainer.weights.hub import push_to_hub as push_to_hub
+    from dream_trainer.weights.export import push_to_hub as push_to_hub
     from dream_trainer.weights.load import LoadReport as LoadReport, load_weights as load_weights
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__)

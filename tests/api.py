@@ -31,8 +31,7 @@ _NAMES = {
     "dream_trainer.checkpoint.optimizer_state": "optimizer_state prepare_optimizer_state",
     "dream_trainer.checkpoint.run_directory": "claim is_claimed release",
     "dream_trainer.checkpoint.safe_dcp": "parse_metadata",
-    "dream_trainer.checkpoint.saver": "Moment Saver",
-    "dream_trainer.checkpoint.background": "HostCopies",
+    "dream_trainer.checkpoint.saver": "Moment Saver HostCopies",
     "dream_trainer.checks": "divisors",
     "dream_trainer.cli.main": "main",
     "dream_trainer.cli.new": "EXAMPLES LAUNCH",
@@ -64,17 +63,15 @@ _NAMES = {
     "dream_trainer.data.foreign": "SeededPass draws_at_start_only",
     "dream_trainer.data.loader": "DistributedDataLoader PerRankLoader loader_batch_size rebuild",
     "dream_trainer.data.loader_groups": "turns",
-    "dream_trainer.data.mixtures.mixture": "Mixture",
-    "dream_trainer.data.mixtures.mixture_order": "BLOCK IndexPermutation Stage weights_by_position",
-    "dream_trainer.data.ordered": "ENDLESS OrderedDataset",
+    "dream_trainer.data.mixtures.mixture": "Mixture BLOCK IndexPermutation Stage weights_by_position",
+    "dream_trainer.data.sampler": (
+        "ENDLESS OrderedDataset BatchKey KeyedDataset RankBatchSampler Sharding draws_nothing epoch_order sample_seed"
+    ),
     "dream_trainer.data.packing.attention_mask": "PackedSegments handlers packed_attention packed_attention_mask",
     "dream_trainer.data.packing.packed_rows": (
         "IGNORED PADDING PackedRows PaddedRows Row pack_best_fit pack_concatenated"
     ),
     "dream_trainer.data.sample_count": "SampleCount count_tokens",
-    "dream_trainer.data.sampler": (
-        "BatchKey KeyedDataset RankBatchSampler Sharding draws_nothing epoch_order sample_seed"
-    ),
     "dream_trainer.data.sources.shard_files": "JsonLines ParquetRows ShardFiles TarSamples WithLengths measure_lengths",
     "dream_trainer.data.sources.stream_sources": "IterableShards WebDatasetShards",
     "dream_trainer.data.sources.token_file": "TokenFile TokenFileWriter",
@@ -101,18 +98,14 @@ _NAMES = {
         "RanksDifferError StepError"
     ),
     "dream_trainer.events.callback": "Callback",
-    "dream_trainer.loggers.buffer": "MetricBuffer",
+    "dream_trainer.loggers.buffer": "MetricBuffer Stamp TrainingRecord Record Records",
     "dream_trainer.loggers.run_log": "LoggerGroup RunLog check_loggers",
-    "dream_trainer.loggers.interface": "Logger Stamp",
-    "dream_trainer.loggers.line_files": "ConsoleLogger CSVLogger JSONLLogger read_jsonl",
-    "dream_trainer.loggers.media": "Audio Histogram Image Images Media Table Text Video",
-    "dream_trainer.loggers.media_files": "ImageFilesLogger pil_image",
-    "dream_trainer.loggers.records": "TrainingRecord Record Records",
+    "dream_trainer.loggers.media": "Logger Audio Histogram Image Images Media Table Text Video",
+    "dream_trainer.loggers.line_files": "ConsoleLogger CSVLogger JSONLLogger read_jsonl ImageFilesLogger pil_image",
     "dream_trainer.loggers.tensorboard": "TensorBoardLogger",
     "dream_trainer.loggers.trackers": "MLflowLogger WandbLogger",
-    "dream_trainer.meta.functions": "map_leaves",
-    "dream_trainer.meta.initialise": "default_init",
-    "dream_trainer.meta.realize": "Plan materialize remember",
+    "dream_trainer.meta.recorded_calls": "map_leaves",
+    "dream_trainer.meta.realize": "default_init Plan materialize remember",
     "dream_trainer.meta.tape": "Tape",
     "dream_trainer.modules": "ExpertExchange split_experts",
     "dream_trainer.parallel.context_attention": (
@@ -137,14 +130,13 @@ _NAMES = {
         "OptimizerParameters ScheduleParameters build_optimizer build_optimizers build_schedule "
         "freeze refuse_unshardable"
     ),
-    "dream_trainer.optim.groups": "GroupParameters parameter_groups values_in_whole",
+    "dream_trainer.optim.optimizers": "GroupParameters parameter_groups values_in_whole",
     "dream_trainer.optim.learning_rates": "TokenAxis rate_factor",
     "dream_trainer.optim.muon": "Muon deal",
     "dream_trainer.simple": "Trainer",
     "dream_trainer.screen": "format_bytes format_count format_duration format_number",
-    "dream_trainer.stores.object_store": "open_store without_secrets",
+    "dream_trainer.stores.store_path": "open_store without_secrets StorePath as_path",
     "dream_trainer.stores.ownership": "Ownership",
-    "dream_trainer.stores.store_path": "StorePath as_path",
     "dream_trainer.testing.findings": "TrainerChecks differences",
     "dream_trainer.testing.program": "Program",
     "dream_trainer.testing.suite": "CHECKS findings",
@@ -153,7 +145,7 @@ _NAMES = {
     "dream_trainer.trainer.run_record": "RunRecord Start is_alive read_record receipt write_record",
     "dream_trainer.trainer.event_table": "mesh_lines",
     "dream_trainer.trainer.hooks": "EVENTS Hooks MixinHooks",
-    "dream_trainer.trainer.limits": "Limits",
+    "dream_trainer.trainer.session": "Limits launch start",
     "dream_trainer.parallel.micro_batches": "cut shapes_of",
     "dream_trainer.trainer.mixins.activation_checkpointing": "ActivationCheckpointingParameters",
     "dream_trainer.trainer.mixins.checkpointing": "CheckpointParameters",
@@ -161,13 +153,12 @@ _NAMES = {
     "dream_trainer.trainer.mixins.evaluation": "EvalParameters",
     "dream_trainer.trainer.mixins.setup": "CONFIGURE SETUP",
     "dream_trainer.trainer.resume": "resume",
-    "dream_trainer.trainer.session": "launch start",
     "dream_trainer.trainer.step.nonfinite": "GROWTH_INTERVAL INITIAL_SCALE LossScale WEIGHT_DIVISOR",
     "dream_trainer.version": "__version__",
     "dream_trainer.weights.adapters": "refuse_other_adapters",
     "dream_trainer.weights.export": "export_checkpoint export_model",
     "dream_trainer.weights.load": "load_weights",
-    "dream_trainer.weights.export_files": "DTYPE_NAMES TensorSpec file_order write_safetensors",
+    "dream_trainer.weights.weight_files": "DTYPE_NAMES TensorSpec file_order write_safetensors",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

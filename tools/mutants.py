@@ -917,7 +917,7 @@ MUTANTS = [
     ),
     Mutant(
         "a background save refers to the live tensors",
-        "dream_trainer/checkpoint/background.py",
+        "dream_trainer/checkpoint/saver.py",
         "return with_local(tensor, copy)",
         "return tensor",
         "tests/checkpoint/test_staging.py tests/trainer/test_saving.py -k moment",
@@ -1078,14 +1078,14 @@ MUTANTS = [
     ),
     Mutant(
         "rows come back to other tokens",
-        "dream_trainer/parallel/expert_exchange.py",
+        "dream_trainer/parallel/mixture_of_experts.py",
         "        by_rank = torch.empty_like(rows).index_copy_(0, self._order, rows)\n",
         "        by_rank = rows\n",
         "tests/trainer/test_expert_parallel.py -k by_hand",
     ),
     Mutant(
         "ranks that share layers send other rows than they count",
-        "dream_trainer/parallel/expert_exchange.py",
+        "dream_trainer/parallel/mixture_of_experts.py",
         "        return rows[self.place :: self.size].contiguous()\n",
         "        return rows[: -(-(len(rows) - self.place) // self.size)].contiguous()\n",
         "tests/trainer/test_expert_parallel.py -k by_hand",
@@ -1414,7 +1414,7 @@ MUTANTS = [
     ),
     Mutant(
         "a stage's groups are of its own parameters alone",
-        "dream_trainer/optim/groups.py",
+        "dream_trainer/optim/optimizers.py",
         "    if whole is None:\n",
         "    if True:\n",
         "tests/trainer/test_pipeline_user_models.py -k matches_nothing",
@@ -1666,7 +1666,7 @@ MUTANTS = [
     ),
     Mutant(
         "the collector stays off after training",
-        "dream_trainer/callbacks/garbage_collection.py",
+        "dream_trainer/callbacks/memory.py",
         "        if self._turned_off:\n            gc.enable()\n",
         "",
         "tests/callbacks/test_garbage_collection.py",
@@ -1730,7 +1730,7 @@ MUTANTS = [
     ),
     Mutant(
         "every rank's clock makes a validation due",
-        "dream_trainer/trainer/coordinator.py",
+        "dream_trainer/trainer/runtime.py",
         "goes_by_the_clock and self._is_main and schedule",
         "goes_by_the_clock and schedule",
         "tests/trainer/test_by_the_clock.py",
@@ -1849,7 +1849,7 @@ MUTANTS = [
     ),
     Mutant(
         "ranks that ran blocks in different orders go on",
-        "dream_trainer/trainer/coordinator.py",
+        "dream_trainer/trainer/runtime.py",
         "if flags.order_squared * self._world.world_size != flags.order * flags.order:",
         "if False:",
         "tests/trainer/test_uneven_use.py -k different_orders",
@@ -2003,14 +2003,14 @@ MUTANTS = [
     ),
     Mutant(
         "a mixture's blocks all round alike",
-        "dream_trainer/data/mixtures/mixture_order.py",
+        "dream_trainer/data/mixtures/mixture.py",
         "        offset = _reversed_bits(block)\n",
         "        offset = 0\n",
         "tests/data/test_mixture.py",
     ),
     Mutant(
         "each epoch of a source has the same order",
-        "dream_trainer/data/mixtures/mixture_order.py",
+        "dream_trainer/data/mixtures/mixture.py",
         "keys = scrambled(base + scrambled(epochs.reshape(-1)",
         "keys = scrambled(base + scrambled(0 * epochs.reshape(-1)",
         "tests/data/test_permutation.py tests/data/test_mixture.py",
@@ -2066,14 +2066,14 @@ MUTANTS = [
     ),
     Mutant(
         "a base that nobody loaded passed over",
-        "dream_trainer/weights/unloaded_base.py",
+        "dream_trainer/weights/first_values.py",
         "2 * unloaded > total",
         "unloaded > total",
         "tests/trainer/test_unloaded_base.py -k numbers",
     ),
     Mutant(
         "weights copied by hand taken for drawn",
-        "dream_trainer/weights/unloaded_base.py",
+        "dream_trainer/weights/first_values.py",
         "torch.equal(_some_of(parameter), drawn[name])",
         "parameter.shape is not None",
         "tests/trainer/test_unloaded_base.py -k no_fault",

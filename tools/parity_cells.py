@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import dream_trainer as dt
 from dream_trainer.compat.pipelining import ONE_STAGE
-from dream_trainer.config.parallel_parameters import PipelineSchedule
+from dream_trainer.config.device_parameters import PipelineSchedule
 from dream_trainer.errors import ConfigError
 
 GLOBAL_BATCH = 16

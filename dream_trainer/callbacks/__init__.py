@@ -9,9 +9,8 @@ from dream_trainer.lazy_names import lazy_names
 if TYPE_CHECKING:
     from dream_trainer.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from dream_trainer.callbacks.every import Every as Every
-    from dream_trainer.callbacks.garbage_collection import GarbageCollection as GarbageCollection
     from dream_trainer.callbacks.learning_rate import LearningRate as LearningRate
-    from dream_trainer.callbacks.memory import Memory as Memory
+    from dream_trainer.callbacks.memory import GarbageCollection as GarbageCollection, Memory as Memory
     from dream_trainer.callbacks.nonfinite_report import NonFiniteReport as NonFiniteReport
     from dream_trainer.callbacks.profiler import Profiler as Profiler
     from dream_trainer.callbacks.summary import ModelSummary as ModelSummary, TrainerSummary as TrainerSummary

@@ -19,7 +19,7 @@ from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.events.callback import Callback
 from dream_trainer.modules.class_change import own_class
 from dream_trainer.nested import map_tensors
-from dream_trainer.optim.groups import values_in_whole
+from dream_trainer.optim.optimizers import values_in_whole
 from dream_trainer.screen import format_bytes, format_count, print_table
 from dream_trainer.trainer.abstract import AbstractTrainer
 

@@ -23,7 +23,7 @@ from dream_trainer.compat.pytorch import in_backward, is_dtensor, local_tensor
 from dream_trainer.config.parameter_class import NonNegativeInt, PositiveInt, check_fields
 from dream_trainer.events.callback import LoggingCallback
 from dream_trainer.nested import leaves
-from dream_trainer.optim.groups import matches, require_match
+from dream_trainer.optim.optimizers import matches, require_match
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.step.gradients import copies_of
 

@@ -17,8 +17,8 @@ import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dream_trainer.checkpoint.background import HostCopies
 from dream_trainer.checkpoint.model_state import parameter_fqns
+from dream_trainer.checkpoint.saver import HostCopies
 from dream_trainer.checkpoint.store import load_tensors, tensor_metadata
 from dream_trainer.checks import check_between, check_names
 from dream_trainer.compat.pytorch import foreach_copy_, foreach_lerp_, local_tensor, local_tensors, with_local

@@ -19,9 +19,8 @@ from dream_trainer.compat.pytorch import HashStore, PrefixStore, Store
 from dream_trainer.distributed.ranks import Ranks, from_main_rank, on_all_ranks
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 from dream_trainer.screen import logger
-from dream_trainer.stores.object_store import without_secrets
 from dream_trainer.stores.ownership import TOKEN_NAME, Ownership
-from dream_trainer.stores.store_path import StorePath
+from dream_trainer.stores.store_path import StorePath, without_secrets
 
 _LOCAL_FILES = (LOCK_NAME, TOKEN_NAME)
 

@@ -343,7 +343,7 @@ class Push(ModelWeights):
     """Create a public repository."""
 
     def run(self) -> None:
-        from dream_trainer.weights.hub import push_to_hub
+        from dream_trainer.weights.export import push_to_hub
 
         address = push_to_hub(
             checkpoint := self.find(),

@@ -38,8 +38,7 @@ class Data:
         import numpy as np
 
         from dream_trainer.checks import check_integer
-        from dream_trainer.data.sources.token_file import TokenFile
-        from dream_trainer.data.sources.tokenizing import plan_tasks, tokenize
+        from dream_trainer.data.sources.token_file import TokenFile, plan_tasks, tokenize
 
         check_integer("workers", self.workers, minimum=1)
         tasks = plan_tasks(self.inputs, self.field, self.split)

@@ -15,7 +15,7 @@ from tyro.conf import Positional, arg
 from dream_trainer.checks import refuse
 from dream_trainer.cli.output import Flag
 from dream_trainer.errors import ConfigError, DataError
-from dream_trainer.loggers.interface import Stamp
+from dream_trainer.loggers.buffer import Stamp
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -84,9 +84,8 @@ class PlanTrainer(OfProgram, Shows):
     second that a rank sends to ranks of its host, and of other hosts."""
 
     def run(self, *overrides: str) -> int:
-        from dream_trainer.planning.planner import Rates, make_plan
-        from dream_trainer.planning.report import markdown
-        from dream_trainer.weights.export_files import parse_size
+        from dream_trainer.planning.planner import Rates, make_plan, markdown
+        from dream_trainer.weights.weight_files import parse_size
 
         found = make_plan(
             self.program(*overrides),

@@ -22,7 +22,7 @@ BUILT_IN = {
     "wandb": "dream_trainer.loggers.trackers:WandbLogger",
     "mlflow": "dream_trainer.loggers.trackers:MLflowLogger",
     "trackio": "dream_trainer.loggers.trackers:TrackioLogger",
-    "images": "dream_trainer.loggers.media_files:ImageFilesLogger",
+    "images": "dream_trainer.loggers.line_files:ImageFilesLogger",
 }
 
 

@@ -12,17 +12,18 @@ from weakref import WeakSet
 
 from dream_trainer.checks import check_directory, check_instance, refuse
 from dream_trainer.config.checkpoint_parameters import CheckpointConfigMixin
-from dream_trainer.config.device_parameters import DeviceParameters, SetupConfigMixin
-from dream_trainer.config.logger_parameters import LoggerConfigMixin
-from dream_trainer.config.parallel_parameters import (
+from dream_trainer.config.device_parameters import (
     ActivationCheckpointingConfigMixin,
     CompileConfigMixin,
     ContextParallelConfigMixin,
+    DeviceParameters,
     Float8ConfigMixin,
     FSDPConfigMixin,
     PipelineParallelConfigMixin,
+    SetupConfigMixin,
     TensorParallelConfigMixin,
 )
+from dream_trainer.config.logger_parameters import LoggerConfigMixin
 from dream_trainer.config.parameter_class import (
     Directory,
     NonNegativeInt,

@@ -10,15 +10,14 @@ if TYPE_CHECKING:
     from dream_trainer.data.lane_stream import StreamLoader as StreamLoader
     from dream_trainer.data.loader import DistributedDataLoader as DistributedDataLoader, PerRankLoader as PerRankLoader
     from dream_trainer.data.loader_groups import AlternatingLoaders as AlternatingLoaders, LoaderGroup as LoaderGroup
-    from dream_trainer.data.mixtures.mixture import Mixture as Mixture
-    from dream_trainer.data.mixtures.mixture_order import Stage as Stage
-    from dream_trainer.data.ordered import ENDLESS as ENDLESS, OrderedDataset as OrderedDataset
+    from dream_trainer.data.mixtures.mixture import Mixture as Mixture, Stage as Stage
     from dream_trainer.data.packing.attention_mask import (
         PackedSegments as PackedSegments,
         packed_attention as packed_attention,
         packed_attention_mask as packed_attention_mask,
     )
     from dream_trainer.data.packing.packed_rows import PackedRows as PackedRows, PaddedRows as PaddedRows
+    from dream_trainer.data.sampler import ENDLESS as ENDLESS, OrderedDataset as OrderedDataset
     from dream_trainer.data.sources.shard_files import (
         JsonLines as JsonLines,
         ParquetRows as ParquetRows,

@@ -30,8 +30,7 @@ from dream_trainer.checks import check_count, refuse
 from dream_trainer.compat.pytorch import shutdown_workers
 from dream_trainer.data.lane_stream import StreamLoader
 from dream_trainer.data.loader_groups import AlternatingLoaders, LoaderGroup
-from dream_trainer.data.ordered import OrderedDataset
-from dream_trainer.data.sampler import KeyedDataset, RankBatchSampler, Sharding
+from dream_trainer.data.sampler import KeyedDataset, OrderedDataset, RankBatchSampler, Sharding
 from dream_trainer.data.worker_start import started, worker_loader, worker_options
 from dream_trainer.distributed.ranks import plain_facts
 from dream_trainer.distributed.seeds import hash_seed

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from dream_trainer.checks import refuse
-from dream_trainer.data.ordered import ENDLESS, innermost
 from dream_trainer.data.sample_count import SampleCount
+from dream_trainer.data.sampler import ENDLESS, innermost
 from dream_trainer.data.window import DataPosition, SavedState, TrainStream, Window
 from dream_trainer.distributed.seeds import preserved_random_state
 from dream_trainer.errors import DataError

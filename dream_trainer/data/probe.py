@@ -11,8 +11,7 @@ import numpy as np
 import torch
 import xxhash
 
-from dream_trainer.data.ordered import ENDLESS
-from dream_trainer.data.sampler import KeyedDataset, draws_nothing
+from dream_trainer.data.sampler import ENDLESS, KeyedDataset, draws_nothing
 from dream_trainer.data.worker_start import started, worker_loader
 from dream_trainer.distributed.seeds import preserved_random_state
 

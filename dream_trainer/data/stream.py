@@ -26,9 +26,8 @@ from dream_trainer.data.loader_groups import (
     naming_loader,
     refuse_state_of_group,
 )
-from dream_trainer.data.ordered import ENDLESS, OrderedDataset
 from dream_trainer.data.sample_count import SampleCount
-from dream_trainer.data.sampler import VALIDATION_EPOCH, Sharding
+from dream_trainer.data.sampler import ENDLESS, VALIDATION_EPOCH, OrderedDataset, Sharding
 from dream_trainer.data.window import DataPosition, SavedState, TrainStream, Window
 from dream_trainer.distributed.seeds import GENERATORS, hash_seed, preserved_random_state
 from dream_trainer.errors import DataError

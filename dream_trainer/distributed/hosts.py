@@ -20,10 +20,8 @@ import torch
 
 from dream_trainer.checks import listed
 from dream_trainer.compat.pytorch import Store
-from dream_trainer.distributed.failure import PACKAGE
-from dream_trainer.distributed.job_store import all_arrive
-from dream_trainer.errors import ConfigError, RanksDifferError
-from dream_trainer.users_code import is_own
+from dream_trainer.distributed.failure import PACKAGE, all_arrive
+from dream_trainer.errors import ConfigError, RanksDifferError, is_own
 from dream_trainer.version import __version__
 
 _HEARD_SECONDS = 5.0  # how long ranks stay after a refusal, so that every one reads why

@@ -24,7 +24,7 @@ from typing import IO, NoReturn
 from dream_trainer.checks import listed
 from dream_trainer.compat.pytorch import Store, recorded_collectives
 from dream_trainer.distributed.failure import first_to_fail, tell_failure
-from dream_trainer.users_code import line_running_in
+from dream_trainer.errors import line_running_in
 
 LOOK_SECONDS = 1.0  # how often a rank looks whether it moves
 ASK_SECONDS = 3.0  # how often it asks the store whether another rank stands still

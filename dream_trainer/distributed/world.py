@@ -39,8 +39,7 @@ from dream_trainer.config.device_parameters import (
     refuse_split_copies,
     resolve_mesh,
 )
-from dream_trainer.distributed import job_store
-from dream_trainer.distributed.failure import announce, end_job
+from dream_trainer.distributed.failure import all_arrive, announce, end_job, job_store, store_for_group
 from dream_trainer.distributed.hosts import host_name, meet_hosts, place_among_hosts
 from dream_trainer.distributed.ranks import Ranks, refuse_differences
 from dream_trainer.errors import ConfigError, StepError
@@ -259,8 +258,8 @@ class World(Ranks):
         backend, kind = "gloo", self.device.type
         if kind != "cpu":
             backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
-        store = job_store.store_for_group(_launches.count, self.rank, self.world_size, timeout)
-        job, place = job_store.job_store(), place_among_hosts(_launches.count)
+        store = store_for_group(_launches.count, self.rank, self.world_size, timeout)
+        job, place = job_store(), place_among_hosts(_launches.count)
         assert job is not None  # there since `store_for_group`
         announce(job, self.rank)
         if place is not None:
@@ -309,7 +308,7 @@ class World(Ranks):
 
     def connect_to_store(self) -> Store | None:
         """A separate connection to the job's store, for a thread; None at world size 1."""
-        return None if self.world_size == 1 else job_store.job_store(for_thread=True)
+        return None if self.world_size == 1 else job_store(for_thread=True)
 
     @property
     def n_hosts(self) -> int:
@@ -350,11 +349,11 @@ class World(Ranks):
 
     def fail(self, exc: BaseException) -> NoReturn:
         """Ends this rank after an exception, without waiting for anyone: the others may be inside any collective."""
-        end_job(exc, job_store.job_store(), rank=self.rank, world_size=self.world_size)
+        end_job(exc, job_store(), rank=self.rank, world_size=self.world_size)
 
     def fail_unless_all_do(self, exc: Exception) -> None:
         """Ends this rank if only it has the exception: if caught, its collectives would not match the others'."""
-        if self._open and not job_store.all_arrive(f"exception {self._number}", self.world_size, _ALONE_AFTER_SECONDS):
+        if self._open and not all_arrive(f"exception {self._number}", self.world_size, _ALONE_AFTER_SECONDS):
             self.fail(exc)
 
     def meet(self, ranks: Sequence[int], where: str) -> None:
@@ -368,7 +367,7 @@ class World(Ranks):
             f"{', '.join(map(str, ranks))}, and not all of these have. Read it on all of them, in the same order, or "
             "raise fsdp_parameters.min_group_mib above the model's size."
         )
-        if not job_store.all_arrive(key, len(ranks), seconds, times=self._meetings[key], waits_for=said):
+        if not all_arrive(key, len(ranks), seconds, times=self._meetings[key], waits_for=said):
             raise StepError(said)
 
     def close(self, timeout_seconds: float | None = None) -> None:
@@ -388,7 +387,7 @@ class World(Ranks):
                 "this rank closes its trainer and waits for other ranks, which have not. If it is the only one to do "
                 "so (`if trainer.is_main: trainer.close()`), have every rank close."
             )
-            have_all = job_store.all_arrive(f"{_launches.count}/leaving", self.world_size, seconds, waits_for=said)
+            have_all = all_arrive(f"{_launches.count}/leaving", self.world_size, seconds, waits_for=said)
             if not have_all and timeout_seconds is not None:
                 raise RuntimeError(said)
             dist.barrier(group=self.cpu_group)

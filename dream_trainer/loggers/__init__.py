@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 from dream_trainer.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from dream_trainer.loggers.interface import Logger as Logger, Stamp as Stamp
+    from dream_trainer.loggers.buffer import Stamp as Stamp
     from dream_trainer.loggers.line_files import (
         ConsoleLogger as ConsoleLogger,
         CSVLogger as CSVLogger,
+        ImageFilesLogger as ImageFilesLogger,
         JSONLLogger as JSONLLogger,
         read_jsonl as read_jsonl,
     )
-    from dream_trainer.loggers.media_files import ImageFilesLogger as ImageFilesLogger
+    from dream_trainer.loggers.media import Logger as Logger
     from dream_trainer.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
     from dream_trainer.loggers.trackers import (
         MLflowLogger as MLflowLogger,

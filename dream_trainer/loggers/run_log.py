@@ -20,11 +20,9 @@ from dream_trainer.cleanup import followed_by
 from dream_trainer.config.logger_parameters import LoggerParameters, logger_entry
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import ConfigError, HookError
-from dream_trainer.loggers.buffer import Flight, Scalar
-from dream_trainer.loggers.interface import Logger, Stamp
+from dream_trainer.loggers.buffer import Flight, Record, Records, Scalar, Stamp, TrainingRecord
 from dream_trainer.loggers.line_files import read_jsonl
-from dream_trainer.loggers.media import Media, MediaLog
-from dream_trainer.loggers.records import Record, Records, TrainingRecord
+from dream_trainer.loggers.media import Logger, Media, MediaLog
 
 Line = dict[str, float]
 _FAILED = object()

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
 
 from typing_extensions import override
 
-from dream_trainer.loggers.interface import Logger, Stamp
+from dream_trainer.loggers.buffer import Stamp
 from dream_trainer.loggers.line_files import set_aside
-from dream_trainer.loggers.media import Audio, Histogram, Images, Media, Table, Text, Video, markdown
+from dream_trainer.loggers.media import Audio, Histogram, Images, Logger, Media, Table, Text, Video, markdown
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
@@ -117,7 +117,7 @@ def _summary(name: str, media: Media) -> Summary:
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata  # pyright: ignore[reportAttributeAccessIssue]
     from torch.utils.tensorboard.summary import histogram_raw, text
 
-    from dream_trainer.loggers.media_files import gif, png, wav
+    from dream_trainer.loggers.line_files import gif, png, wav
 
     match media:
         case Images():

@@ -25,10 +25,9 @@ from dream_trainer.config.logger_parameters import (
     WandbParameters,
 )
 from dream_trainer.config.serialize import leaves
-from dream_trainer.loggers.interface import Logger, Stamp
-from dream_trainer.loggers.line_files import LineFile, read_jsonl
-from dream_trainer.loggers.media import Audio, Histogram, Images, Media, Table, Text, Video
-from dream_trainer.loggers.media_files import gif, pil_image, wav
+from dream_trainer.loggers.buffer import Stamp
+from dream_trainer.loggers.line_files import LineFile, gif, pil_image, read_jsonl, wav
+from dream_trainer.loggers.media import Audio, Histogram, Images, Logger, Media, Table, Text, Video
 
 if TYPE_CHECKING:
     import wandb

@@ -26,19 +26,21 @@ from torch.overrides import TorchFunctionMode
 from dream_trainer.compat.pytorch import of_class_of, storage_id, without_torch_function, write_count
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_cpu
 from dream_trainer.errors import InitError
-from dream_trainer.meta.functions import (
+from dream_trainer.meta.recorded_calls import (
     EMPTY,
     FILLED,
     METADATA,
     OVERWRITES,
     QUIET_WRITES,
     READS,
+    Op,
+    RecordedCalls,
+    Ref,
     map_leaves,
     name_of,
     targets,
     tensor_leaves,
 )
-from dream_trainer.meta.recorded_calls import Op, RecordedCalls, Ref
 
 
 class Tape:

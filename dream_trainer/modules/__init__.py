@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 from dream_trainer.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from dream_trainer.parallel.expert_exchange import ExpertExchange as ExpertExchange, split_experts as split_experts
     from dream_trainer.parallel.mixture_of_experts import (
+        ExpertExchange as ExpertExchange,
         GatedExperts as GatedExperts,
         MoE as MoE,
         SharedExperts as SharedExperts,
+        split_experts as split_experts,
     )
     from dream_trainer.parallel.tensor_layers import declare_random_layer as declare_random_layer
 else:

@@ -7,11 +7,6 @@ from typing import TYPE_CHECKING
 from dream_trainer.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from dream_trainer.optim.groups import (
-        GroupParameters as GroupParameters,
-        freeze as freeze,
-        parameter_groups as parameter_groups,
-    )
     from dream_trainer.optim.learning_rates import (
         ScheduleParameters as ScheduleParameters,
         TokenAxis as TokenAxis,
@@ -21,9 +16,12 @@ if TYPE_CHECKING:
     )
     from dream_trainer.optim.muon import Muon as Muon
     from dream_trainer.optim.optimizers import (
+        GroupParameters as GroupParameters,
         OptimizerParameters as OptimizerParameters,
         build_optimizer as build_optimizer,
         build_optimizers as build_optimizers,
+        freeze as freeze,
+        parameter_groups as parameter_groups,
         refuse_unshardable as refuse_unshardable,
     )
 else:

@@ -14,8 +14,7 @@ from dream_trainer.compat.pytorch import is_dtensor
 from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.modules.class_change import Changed, change_class
 from dream_trainer.parallel.axis import AxisSetup, MeshParallelism, Parallelism
-from dream_trainer.parallel.expert_exchange import modules_of_experts, shard_experts, whole_experts
-from dream_trainer.parallel.mixture_of_experts import ExpertBalance
+from dream_trainer.parallel.mixture_of_experts import ExpertBalance, modules_of_experts, shard_experts, whole_experts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -27,8 +27,8 @@ from dream_trainer.errors import ConfigError, DataError, HookError, StepError
 from dream_trainer.modules.class_change import Changed, change_class
 from dream_trainer.modules.forward_state import as_before
 from dream_trainer.nested import concatenated, leaves, map_tensors
-from dream_trainer.parallel.expert_exchange import without_exchange
 from dream_trainer.parallel.micro_batches import cut, digest, even_parts, rows_of, shapes_of
+from dream_trainer.parallel.mixture_of_experts import without_exchange
 from dream_trainer.parallel.pipeline_stages import Apart, view_of
 from dream_trainer.parallel.plain_run import without_value
 from dream_trainer.parallel.sharding import fsdp_modules, outermost_fsdp_modules

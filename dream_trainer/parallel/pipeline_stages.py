@@ -19,12 +19,11 @@ from dream_trainer.checks import spell
 from dream_trainer.compat.fully_shard import as_one_backward
 from dream_trainer.compat.pipelining import as_tuple, shallow_copy
 from dream_trainer.compat.pytorch import is_dtensor
-from dream_trainer.errors import ConfigError, HookError, StepError
+from dream_trainer.errors import ConfigError, HookError, StepError, failing_frame, line_of
 from dream_trainer.modules.class_change import Changed, change_class, own_class
 from dream_trainer.nested import map_tensors
 from dream_trainer.parallel.plain_run import WRONG, Back, all_gather_objects, without_value
 from dream_trainer.parallel.sharding import is_held
-from dream_trainer.users_code import failing_frame, line_of
 
 if TYPE_CHECKING:
     from dream_trainer.parallel.pipeline import Pipeline

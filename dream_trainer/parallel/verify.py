@@ -37,7 +37,7 @@ from dream_trainer.errors import StepError
 from dream_trainer.modules.forward_state import as_before, in_evaluation
 from dream_trainer.modules.precision import half_dtype, without_autocast
 from dream_trainer.nested import leaves, map_tensors
-from dream_trainer.parallel.expert_exchange import is_shared_by_experts
+from dream_trainer.parallel.mixture_of_experts import is_shared_by_experts
 from dream_trainer.parallel.pipeline_stages import Apart
 from dream_trainer.parallel.plain_run import (
     WRONG,

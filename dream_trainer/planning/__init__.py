@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from dream_trainer.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from dream_trainer.planning.planned_trainer import PlanError as PlanError
+    from dream_trainer.planning.planned_trainer import Crossing as Crossing, PlanError as PlanError
     from dream_trainer.planning.planner import MeshPlan as MeshPlan, RankPlan as RankPlan, Tried as Tried, plan as plan
-    from dream_trainer.planning.tracker import Crossing as Crossing
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__)

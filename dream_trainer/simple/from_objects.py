@@ -28,7 +28,7 @@ from dream_trainer.config.device_parameters import DeviceParameters, DeviceType
 from dream_trainer.config.logger_parameters import LoggerParameters
 from dream_trainer.config.training_parameters import EvalParameters, TrainingParameters
 from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader
-from dream_trainer.data.ordered import OrderedDataset
+from dream_trainer.data.sampler import OrderedDataset
 from dream_trainer.errors import CheckpointError, DataError
 from dream_trainer.events.callback import Callback
 from dream_trainer.modules.metrics import higher_is_better

@@ -14,8 +14,7 @@ from typing import Any
 
 from dream_trainer.errors import CheckpointError
 from dream_trainer.screen import logger
-from dream_trainer.stores.object_store import without_secrets
-from dream_trainer.stores.store_path import StorePath
+from dream_trainer.stores.store_path import StorePath, without_secrets
 
 OWNERS_NAME = "owners"
 TOKEN_NAME = "store_owner"

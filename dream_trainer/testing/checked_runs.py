@@ -37,13 +37,12 @@ from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.data.lane_stream import StreamLoader
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.distributed.failure import is_lost_connection
-from dream_trainer.errors import ConfigError, DreamTrainerError
+from dream_trainer.errors import ConfigError, DreamTrainerError, failing_frame, is_own, line_of
 from dream_trainer.parallel.mixture_of_experts import MoE
 from dream_trainer.testing.program import Program, become_rank, change, move, overridden
 from dream_trainer.testing.run_probe import Probe
 from dream_trainer.trainer.base import BaseTrainer
 from dream_trainer.trainer.mixins.expert_parallel import ExpertParallelMixin
-from dream_trainer.users_code import failing_frame, is_own, line_of
 
 AXES = ("dp_replicate", "dp_shard", "tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel")
 

@@ -31,11 +31,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from dream_trainer import users_code
 from dream_trainer.compat.pytorch import ValueReads, local_tensor, steps_taken
 from dream_trainer.data.lane_stream import StreamLoader
 from dream_trainer.data.loader import DistributedDataLoader, loader_batch_size, training_loaders
 from dream_trainer.distributed.seeds import hash_seed, seed_cpu
+from dream_trainer.errors import is_own as is_own_file
 from dream_trainer.events.callback import Callback
 from dream_trainer.nested import leaves
 from dream_trainer.parallel.micro_batches import digest, rows_of
@@ -57,7 +57,7 @@ def is_own(kind: type) -> bool:
 
 @cache
 def _is_own_file(file: Any) -> bool:
-    return isinstance(file, str) and file.startswith("/") and users_code.is_own(file)
+    return isinstance(file, str) and file.startswith("/") and is_own_file(file)
 
 
 class PlainState:

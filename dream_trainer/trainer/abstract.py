@@ -23,7 +23,7 @@ from dream_trainer.data.window import Window
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import HookError
 from dream_trainer.events.collection import BaseCallback, CallbackCollection, Timed
-from dream_trainer.loggers.records import Records
+from dream_trainer.loggers.buffer import Records
 from dream_trainer.modules.class_change import unwrap
 from dream_trainer.modules.precision import autocast, under_autocast
 from dream_trainer.parallel.sharding import frozen
@@ -31,11 +31,10 @@ from dream_trainer.screen import logger
 from dream_trainer.trainer.counters import Counters
 from dream_trainer.trainer.event_table import event_table, notify
 from dream_trainer.trainer.hooks import MixinHooks
-from dream_trainer.trainer.limits import Limits, set_limits
 from dream_trainer.trainer.registry import Scheduler
 from dream_trainer.trainer.run_record import RunRecorder
 from dream_trainer.trainer.runtime import Runtime, build_runtime
-from dream_trainer.trainer.session import close
+from dream_trainer.trainer.session import Limits, close, set_limits
 from dream_trainer.trainer.user_class import check_assignment, check_trainer
 
 C = TypeVar("C", bound=BaseCallback)
@@ -326,7 +325,7 @@ class AbstractTrainer(MixinHooks):
 
     def set_limits(self, **limits: Unpack[Limits]) -> None:
         """Sets `n_epochs`, `max_steps`, `max_time`, `max_samples` or `max_tokens` of the whole run between two calls of
-        `fit` or before the first, on every rank. Others stay, and None removes one; trainer/limits.py has the rest.
+        `fit` or before the first, on every rank. Others stay, and None removes one; trainer/session.py has the rest.
         """
         set_limits(self._runtime, limits)
 

@@ -47,9 +47,8 @@ from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.counters import UnfinishedWork
 from dream_trainer.trainer.data_setup import follow_train_dataloader
 from dream_trainer.trainer.event_table import anyone_listens, describe, listening_callbacks, tell_end
-from dream_trainer.trainer.limits import ending_with_the_epoch
 from dream_trainer.trainer.runtime import Runtime
-from dream_trainer.trainer.session import failing_for_all, go_on, leave, start
+from dream_trainer.trainer.session import ending_with_the_epoch, failing_for_all, go_on, leave, start
 from dream_trainer.trainer.step.nonfinite import RetryWindow
 from dream_trainer.trainer.validation import validate
 

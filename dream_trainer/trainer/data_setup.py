@@ -10,8 +10,8 @@ from dream_trainer.config.training_parameters import TrainingParameters, accumul
 from dream_trainer.data.feed import WindowFeed, copy_stream
 from dream_trainer.data.loader import PerRankLoader, ShardReader, loader_batch_size
 from dream_trainer.data.loader_groups import AlternatingLoaders
-from dream_trainer.data.ordered import OrderedDataset, innermost
 from dream_trainer.data.sample_count import SampleCount
+from dream_trainer.data.sampler import OrderedDataset, innermost
 from dream_trainer.data.stream import ValidationBatches, train_stream, validation_batches
 from dream_trainer.data.window import TrainStream
 from dream_trainer.distributed.ranks import refuse_differences

@@ -17,8 +17,7 @@ from dream_trainer.data.sample_count import SampleCount, count_tokens
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import HookError
 from dream_trainer.events.collection import BaseCallback
-from dream_trainer.loggers.buffer import Reduction
-from dream_trainer.loggers.records import Records
+from dream_trainer.loggers.buffer import Records, Reduction
 from dream_trainer.nested import to_device
 from dream_trainer.parallel.axis import Parallelism
 from dream_trainer.parallel.sharding import repeated_blocks

@@ -16,7 +16,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from dream_trainer.checkpoint import typed_json
-from dream_trainer.checkpoint.background import HostCopies
 from dream_trainer.checkpoint.digests import FrozenWeights, refuse_other_weights
 from dream_trainer.checkpoint.manifest import Manifest
 from dream_trainer.checkpoint.model_state import (
@@ -43,6 +42,7 @@ from dream_trainer.checkpoint.optimizer_state import (
     optimizer_state,
     prepare_optimizer_state,
 )
+from dream_trainer.checkpoint.saver import HostCopies
 from dream_trainer.checkpoint.store import Snapshot, load_tensors, read_rank, read_shared, tensor_metadata
 from dream_trainer.config.checkpoint_parameters import ALL_KEPT, BranchParameters
 from dream_trainer.config.serialize import to_dict

@@ -17,7 +17,7 @@ import torch
 from dream_trainer.data.stream import ValidationBatches
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_device
 from dream_trainer.errors import DataError, HookError
-from dream_trainer.loggers.records import NoRecord, Record
+from dream_trainer.loggers.buffer import NoRecord, Record
 from dream_trainer.modules.forward_state import in_evaluation
 from dream_trainer.modules.precision import float32_products
 from dream_trainer.trainer.event_table import notify

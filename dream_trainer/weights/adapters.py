@@ -32,10 +32,9 @@ from dream_trainer.modules.class_change import own_class
 from dream_trainer.parallel.sharding import is_cut, names_in_whole
 from dream_trainer.screen import logger
 from dream_trainer.stores.store_path import as_path
-from dream_trainer.weights.export_files import ADAPTER_CONFIG_NAME
 from dream_trainer.weights.first_values import begin_again, first_values_of
 from dream_trainer.weights.load import LoadReport, load_weights, origin_of
-from dream_trainer.weights.weight_files import open_weights
+from dream_trainer.weights.weight_files import ADAPTER_CONFIG_NAME, open_weights
 
 
 def adapters_of(model: nn.Module) -> Adapters | None:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dream_trainer.data.ordered import ENDLESS, OrderedDataset
+from dream_trainer.data.sampler import ENDLESS, OrderedDataset
 
 APART = 100_000
 """Token `t` of document `d` is `d * APART + t`: each says where it comes from."""

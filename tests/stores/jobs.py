@@ -75,7 +75,7 @@ def train(url: str | None, max_steps: int, trainer: type[Fit] = Fit, **parameter
 
 def die_at(phase: str) -> None:
     """Kills this process in the midst of the second checkpoint that is sent."""
-    from dream_trainer.stores.object_store import ObjectStore
+    from dream_trainer.stores.store_path import ObjectStore
 
     name, number, is_after = {
         "before the upload": ("send", 1, False),

@@ -226,7 +226,7 @@ def run_command(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 def sharded(url: str | None, max_steps: int, experiment: str) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
     """On each rank: what the weights are in the end, and how much of which files this rank read from the store."""
-    from dream_trainer.stores.object_store import ObjectStore
+    from dream_trainer.stores.store_path import ObjectStore
 
     read: dict[str, int] = {}
     ranges = ObjectStore.read_ranges

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import dream_trainer as dt
-from dream_trainer.distributed import job_store
+from dream_trainer.distributed import failure
 from tests.api import DistributedDataLoader, Logger, Stamp, StepError
 from tests.trainer.small import Alone, Batch, Samples, Spread, batches, make_config, told
 from tests.worlds import run_world
@@ -152,7 +152,7 @@ def test_who_fails_on_an_exception_hides_neither_it_nor_keeps_it_from_the_others
 
 def close_one_after_the_other() -> tuple[list[str], int]:
     """Rank 0 closes more than a second before rank 1."""
-    job_store.SAYS_SO_AFTER_SECONDS = 0.3
+    failure.SAYS_SO_AFTER_SECONDS = 0.3
     trainer = Spread(make_config(max_steps=2), DistributedDataLoader(Samples(8), 2))
     trainer.fit()
     if not trainer.world.is_main:

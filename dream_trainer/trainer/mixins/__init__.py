@@ -8,9 +8,7 @@ from dream_trainer.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from dream_trainer.config.checkpoint_parameters import CheckpointConfigMixin as CheckpointConfigMixin
-    from dream_trainer.config.device_parameters import SetupConfigMixin as SetupConfigMixin
-    from dream_trainer.config.logger_parameters import LoggerConfigMixin as LoggerConfigMixin
-    from dream_trainer.config.parallel_parameters import (
+    from dream_trainer.config.device_parameters import (
         ActivationCheckpointingConfigMixin as ActivationCheckpointingConfigMixin,
         CompileConfigMixin as CompileConfigMixin,
         ContextParallelConfigMixin as ContextParallelConfigMixin,
@@ -18,8 +16,10 @@ if TYPE_CHECKING:
         FSDPConfigMixin as FSDPConfigMixin,
         LocalSGDConfigMixin as LocalSGDConfigMixin,
         PipelineParallelConfigMixin as PipelineParallelConfigMixin,
+        SetupConfigMixin as SetupConfigMixin,
         TensorParallelConfigMixin as TensorParallelConfigMixin,
     )
+    from dream_trainer.config.logger_parameters import LoggerConfigMixin as LoggerConfigMixin
     from dream_trainer.config.training_parameters import EvalConfigMixin as EvalConfigMixin
     from dream_trainer.trainer.mixins.activation_checkpointing import (
         ActivationCheckpointingMixin as ActivationCheckpointingMixin,

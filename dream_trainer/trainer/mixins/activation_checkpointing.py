@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from dream_trainer.config.parallel_parameters import (
+from dream_trainer.config.device_parameters import (
     ActivationCheckpointingConfigMixin,
     ActivationCheckpointingParameters,
 )

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from dream_trainer.config.parallel_parameters import CompileConfigMixin, CompileParameters
+from dream_trainer.config.device_parameters import CompileConfigMixin, CompileParameters
 from dream_trainer.errors import StepError
 from dream_trainer.modules.class_change import change_class, own_class
 from dream_trainer.modules.recompute import BlockState, Moves, Recomputed

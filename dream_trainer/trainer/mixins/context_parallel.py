@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from dream_trainer.config.parallel_parameters import ContextParallelConfigMixin
+from dream_trainer.config.device_parameters import ContextParallelConfigMixin
 from dream_trainer.distributed.ranks import refuse_differences
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_device
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import DataError, HookError
-from dream_trainer.loggers.records import NoRecord
+from dream_trainer.loggers.buffer import NoRecord
 from dream_trainer.nested import leaves
 from dream_trainer.parallel.axes import CONTEXT
 from dream_trainer.parallel.axis import Parallelism

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch.nn as nn
 
-from dream_trainer.config.parallel_parameters import Float8ConfigMixin, Float8Parameters
+from dream_trainer.config.device_parameters import Float8ConfigMixin, Float8Parameters
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError
 from dream_trainer.parallel.axes import FLOAT8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from dream_trainer.config.parallel_parameters import FSDPConfigMixin
+from dream_trainer.config.device_parameters import FSDPConfigMixin
 from dream_trainer.parallel.sharding import shard_by_blocks
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.runtime import is_whole_in_steps

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dream_trainer.checkpoint.model_state import model_buffers, model_parameters
 from dream_trainer.compat.pytorch import foreach_copy_, local_tensor, local_tensors, storage_id, with_local
-from dream_trainer.config.parallel_parameters import LocalSGDConfigMixin, LocalSGDParameters
+from dream_trainer.config.device_parameters import LocalSGDConfigMixin, LocalSGDParameters
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import ConfigError, StepError

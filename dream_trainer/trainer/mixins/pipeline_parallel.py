@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dream_trainer.config.parallel_parameters import PipelineParallelConfigMixin, PipelineParallelParameters
+from dream_trainer.config.device_parameters import PipelineParallelConfigMixin, PipelineParallelParameters
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.modules.precision import half_dtype, without_autocast
 from dream_trainer.parallel.axes import PIPELINE

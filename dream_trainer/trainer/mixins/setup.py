@@ -16,8 +16,7 @@ import torch
 from dream_trainer.config.device_parameters import DeviceParameters, SetupConfigMixin
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError, HookError
-from dream_trainer.meta.initialise import default_init, refuse_hidden, refuse_lazy
-from dream_trainer.meta.realize import Plan, materialize, remember
+from dream_trainer.meta.realize import Plan, default_init, materialize, refuse_hidden, refuse_lazy, remember
 from dream_trainer.meta.tape import Tape
 from dream_trainer.modules.forward_state import ParameterMarks
 from dream_trainer.modules.metrics import parts
@@ -40,8 +39,7 @@ from dream_trainer.trainer.rank_differences import refuse_different_modules, ref
 from dream_trainer.trainer.registry import refuse_private_models
 from dream_trainer.trainer.runtime import Runtime, is_whole_in_steps
 from dream_trainer.trainer.user_class import parallelisms_of
-from dream_trainer.weights.first_values import forget_first_values, remember_first_values
-from dream_trainer.weights.unloaded_base import frozen_draws
+from dream_trainer.weights.first_values import forget_first_values, frozen_draws, remember_first_values
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
