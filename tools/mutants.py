@@ -926,7 +926,7 @@ MUTANTS = [
         "the loader's state is that of the window ahead",
         "dream_trainer/data/feed.py",
         "        self.rank_state = window.rank_state\n",
-        "        self.rank_state = (self._ahead or window).rank_state\n",
+        "        self.rank_state = ([*self._fetched, None][1] or window).rank_state\n",
         "tests/trainer/test_resume.py tests/trainer/test_branches.py -k stateful",
     ),
     Mutant(

@@ -26,9 +26,7 @@ class WindowFeed:
         self._stream = stream
         self._world = world
         self._accumulation = accumulation
-        self.window: Window | None = None
-        self._ahead: Window | None = None
-        self._is_fetched = self._is_ahead_fetched = False
+        self._fetched: list[Window | None] = []  # the next window, and the one after it if it was looked for
         self._empty_passes = 0
         self._sought: tuple[DataPosition, SavedState, bool, SavedState] | None = None
         self._begins_pass = True
@@ -38,11 +36,15 @@ class WindowFeed:
 
     def seek(self, position: DataPosition, rank_state: SavedState, *, is_pass_over: bool, state: SavedState) -> None:
         """Continues after `position`, or with the next pass; the states are this rank's and the one of all ranks."""
-        self._forget()
+        self._fetched = []
         self.rank_state = rank_state
         self._begins_pass = True
         if position != DataPosition(0, 0, 0) or rank_state is not None or state is not None:
             self._sought = position, rank_state, is_pass_over, state
+
+    @property
+    def window(self) -> Window | None:
+        return self._fetched[0] if self._fetched else None
 
     def state_at(self, position: DataPosition) -> dict[str, Any] | None:
         return self._sought[-1] if self._sought is not None else self._stream.state_at(position)
@@ -64,10 +66,10 @@ class WindowFeed:
             position, rank_state, is_pass_over, state = self._sought
             self._stream.seek(position, rank_state, is_pass_over=is_pass_over, state=state)
             self._sought = None
-        if not self._is_fetched:
-            self.window, self._is_fetched = self._load(), True
-        if self.window is not None and self.window.is_last is None and not self._is_ahead_fetched:
-            self._ahead, self._is_ahead_fetched = self._load(), True
+        if not self._fetched:
+            self._fetched.append(self._load())
+        if self.window is not None and self.window.is_last is None and len(self._fetched) == 1:
+            self._fetched.append(self._load())
         self.seconds_waiting += time.perf_counter() - started
 
     @property
@@ -75,19 +77,21 @@ class WindowFeed:
         """Whether this rank cannot fill a window that it has looked for, so that all ranks must `agree`."""
         if self._stream.is_even:
             return False
-        return _size(self.window) < self._accumulation or _size(self._ahead) < self._accumulation
+        return min(self._sizes()) < self._accumulation
 
     def agree(self) -> None:
         """Cuts the fetched window to the shortest rank's; a collective."""
-        sizes = torch.tensor([_size(self.window), _size(self._ahead)])
-        now, ahead = self._world.all_gather(sizes).unbind(1)
+        now, ahead = self._world.all_gather(torch.tensor(self._sizes())).unbind(1)
         if now.min() < self._accumulation:
-            self.window = _cut(self.window, int(now.min()))
+            self._fetched = [_cut(self.window, int(now.min())), None]
             self._report(int((now - now.min()).sum() + ahead.sum()))
-            self._ahead, self._is_ahead_fetched = None, True
         elif ahead.min() < self._accumulation:
-            self._ahead = _cut(self._ahead, int(ahead.min()))
+            self._fetched[1:] = [_cut(window, int(ahead.min())) for window in self._fetched[1:]]
             self._report(int((ahead - ahead.min()).sum()))
+
+    def _sizes(self) -> list[int]:
+        """Micro-batches of the next window and of the one after it; 0 of one that there is not."""
+        return [0 if window is None else window.size for window in (*self._fetched, None, None)[:2]]
 
     def take(self) -> Window | None:
         """The window to train now; None if a pass had none for all ranks."""
@@ -104,7 +108,7 @@ class WindowFeed:
         self.is_pass_over = False
         if window is None:
             self._stream.end_pass()
-            self._forget()
+            self._fetched = []
             self._begins_pass = True
             self._empty_passes += 1
             if self._empty_passes == 2:
@@ -115,14 +119,11 @@ class WindowFeed:
         """The window that was taken is trained, and counts."""
         self._empty_passes = 0
         self.rank_state = window.rank_state
-        self.is_pass_over = window.is_last if window.is_last is not None else self._ahead is None
-        ahead, is_ahead_fetched = self._ahead, self._is_ahead_fetched
-        self._forget()
+        self.is_pass_over = window.is_last if window.is_last is not None else not self._sizes()[1]
+        self._fetched = [] if self.is_pass_over else self._fetched[1:]
         if self.is_pass_over:
             self._stream.end_pass()
             self._begins_pass = True
-        else:
-            self.window, self._is_fetched = ahead, is_ahead_fetched
 
     def _load(self) -> Window | None:
         window = self._stream.next_window()
@@ -136,20 +137,12 @@ class WindowFeed:
             )
         return window
 
-    def _forget(self) -> None:
-        self.window = self._ahead = None
-        self._is_fetched = self._is_ahead_fetched = False
-
     def _report(self, left_over: int) -> None:
         if left_over and self._world.is_main:
             logger.warning(
                 "The data of some ranks ended first: of the others', at least %s, is not trained in this pass.",
                 "1 batch" if left_over == 1 else f"{left_over} batches",
             )
-
-
-def _size(window: Window | None) -> int:
-    return 0 if window is None else window.size
 
 
 def _cut(window: Window | None, size: int) -> Window | None:
