@@ -7,7 +7,7 @@ import math
 import pickle
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import KW_ONLY, asdict, dataclass
 from itertools import count, islice, product
 from multiprocessing.context import BaseContext
@@ -132,8 +132,7 @@ class Lane:
             if self._reader is not None:
                 state.reader = self._reader.state_dict()
             begun: bytes | None = pickle.dumps(asdict(state))  # by value, before anything more is read
-            block = self.calls.transformed(self._loader.transforms, self._block(order))
-            for item in block:
+            for item in self.calls.transformed(self._loader.transforms, self._block(order)):
                 state.yielded += 1
                 state.yielded_in_epoch += 1
                 if begun is not None:
@@ -296,12 +295,9 @@ class StreamLoader:
             raise DataError(f"the source ({type(self.source).__name__}) has 0 shards. Check its path and split.")
 
     def __iter__(self) -> Iterator[Any]:
-        stream = LaneStream(self, accumulation=1, dp_rank=0, dp_size=1, seed=0)
-        try:
+        with closing(LaneStream(self, accumulation=1, dp_rank=0, dp_size=1, seed=0)) as stream:
             while (window := stream.next_window()) is not None:
                 yield from window.batches
-        finally:
-            stream.close()
 
 
 class LaneStream(TrainStream):
@@ -334,9 +330,7 @@ class LaneStream(TrainStream):
             "block": block_size(loader.transforms),
         }
 
-    def seek(
-        self, position: DataPosition, rank_state: SavedState, *, is_pass_over: bool = False, state: SavedState = None
-    ) -> None:
+    def seek(self, position: DataPosition, rank_state: SavedState, *, is_pass_over: bool, state: SavedState) -> None:
         self._begin(position.epoch + is_pass_over)
         steps, rest = divmod(position.samples, self._plan.global_batch)
         if is_pass_over or not position.samples:

@@ -80,8 +80,7 @@ class AlternatingLoaders(LoaderGroup):
 
 
 def turns(ratio: Mapping[str, int]) -> list[str]:
-    divisor = math.gcd(*ratio.values())
-    shares = {name: count // divisor for name, count in ratio.items()}
+    shares = {name: count // math.gcd(*ratio.values()) for name, count in ratio.items()}
     total = sum(shares.values())
     owed, order = dict.fromkeys(shares, 0), []
     for _ in range(total):
@@ -120,7 +119,6 @@ class GroupStream(TrainStream):
             self._order["ratio"] = loader.ratio
         of_parts = {f"{name}: {key}": value for name, one in streams.items() for key, value in one.facts.items()}
         self.facts = {"read by": self._order} | of_parts
-        self._are_together = not isinstance(loader, AlternatingLoaders)
         self._end = loader.end
         self._accumulation = accumulation
         uneven = [name for name, stream in streams.items() if not stream.is_even]
@@ -165,9 +163,7 @@ class GroupStream(TrainStream):
 
     # -- the place
 
-    def seek(
-        self, position: DataPosition, rank_state: SavedState, *, is_pass_over: bool = False, state: SavedState = None
-    ) -> None:
+    def seek(self, position: DataPosition, rank_state: SavedState, *, is_pass_over: bool, state: SavedState) -> None:
         if state is None:  # as at the start of a pass, where all loaders are at theirs
             if position.batches and not is_pass_over:
                 raise self._of_one_loader()
@@ -263,7 +259,7 @@ class GroupStream(TrainStream):
     def _seek_part(self, part: Member, state: dict[str, Any] | None) -> None:
         part.window = None
         with naming_loader(part.name):
-            part.stream.seek(part.place.position, part.place.rank_state, state=state)
+            part.stream.seek(part.place.position, part.place.rank_state, is_pass_over=False, state=state)
 
     def _refuse_other_loaders(self, state: dict[str, Any]) -> None:
         if "loaders" not in state:
@@ -297,7 +293,7 @@ class GroupStream(TrainStream):
             return None
         windows = [self._take(part) for part in parts]
         each = [_named(part, window.batches) for part, window in zip(parts, windows, strict=True)]
-        if not self._are_together:
+        if "ratio" in self._order:
             return self._window(((parts[0].name, batch) for batch in each[0]), windows)
         names = [part.name for part in parts]
         return self._window((dict(zip(names, batch, strict=True)) for batch in zip(*each, strict=False)), windows)

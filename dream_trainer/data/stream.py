@@ -73,9 +73,7 @@ class ForeignStream(TrainStream):
         self._holds_end = False
         self._was_read = False
 
-    def seek(
-        self, position: DataPosition, rank_state: SavedState, *, is_pass_over: bool = False, state: SavedState = None
-    ) -> None:
+    def seek(self, position: DataPosition, rank_state: SavedState, *, is_pass_over: bool, state: SavedState) -> None:
         refuse_state_of_group(state)
         if self._was_read and isinstance(self.source, Iterator):
             raise DataError(
@@ -326,9 +324,7 @@ class ShardStream(TrainStream):
     def length(self) -> int:
         return self.reader.sampler.length
 
-    def seek(
-        self, position: DataPosition, rank_state: SavedState, *, is_pass_over: bool = False, state: SavedState = None
-    ) -> None:
+    def seek(self, position: DataPosition, rank_state: SavedState, *, is_pass_over: bool, state: SavedState) -> None:
         refuse_state_of_group(state)
         is_ordered, name = self.reader.ordered is not None, type(self.reader.loader.dataset).__name__
         if (is_ordered and state is None and position.samples) or (not is_ordered and state is not None):

@@ -60,9 +60,7 @@ class TrainStream(ABC):
         return {"": self}
 
     @abstractmethod
-    def seek(
-        self, position: DataPosition, rank_state: SavedState, *, is_pass_over: bool = False, state: SavedState = None
-    ) -> None:
+    def seek(self, position: DataPosition, rank_state: SavedState, *, is_pass_over: bool, state: SavedState) -> None:
         """Goes on after `position`, the end of a window of any world size and accumulation; or with the next pass.
 
         `rank_state` is that window's on this rank, None in another world size; `state` what `state_at` gave on any.

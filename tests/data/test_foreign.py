@@ -122,9 +122,9 @@ class CountedStream(KeepsNext, IterableDataset):
 def test_reading_again_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     stream = open_stream([1, 2, 3])
     with caplog.at_level(logging.WARNING, "dream_trainer"):
-        stream.seek(DataPosition(0, 0, 0), None)
+        stream.seek(DataPosition(0, 0, 0), None, is_pass_over=False, state=None)
         assert caplog.records == []
-        stream.seek(DataPosition(0, 0, 2), None)
+        stream.seek(DataPosition(0, 0, 2), None, is_pass_over=False, state=None)
     assert "reads 2 batches again" in caplog.records[0].message
     assert read(stream, passes=1) == [[3]]
 
@@ -135,14 +135,14 @@ def test_a_stateful_dataset_resumes_without_producing_what_was_consumed() -> Non
     window = [first.next_window() for _ in range(4)][-1]
     data = CountedStream()
     second = open_stream(StatefulDataLoader(data, 2))
-    second.seek(window.end, window.rank_state)
+    second.seek(window.end, window.rank_state, is_pass_over=False, state=None)
     assert read(second, passes=1) == [[[8, 9]], [[10, 11]]]
     assert data.produced == [8, 9, 10, 11]
 
 
 def test_an_iterator_can_be_sought_before_it_is_read_only() -> None:
     stream = open_stream(iter(range(6)), accumulation=2)
-    stream.seek(DataPosition(0, 0, 4), None)
+    stream.seek(DataPosition(0, 0, 4), None, is_pass_over=False, state=None)
     assert read(stream, passes=1) == [[4, 5]]
     with pytest.raises(DataError, match="cannot be restarted"):
-        stream.seek(DataPosition(0, 0, 0), None)
+        stream.seek(DataPosition(0, 0, 0), None, is_pass_over=False, state=None)

@@ -129,7 +129,7 @@ def test_a_resumed_pass_has_the_batches_of_the_uninterrupted_one(kind: str) -> N
         torch.manual_seed(stop_after)
         random.seed(stop_after)
         second = open_stream(make())
-        second.seek(last.end, state)
+        second.seek(last.end, state, is_pass_over=False, state=None)
         assert read(second, passes=3 - last.end.epoch) == expected[stop_after:], stop_after
 
 
@@ -140,7 +140,7 @@ def test_a_state_that_was_loaded_and_not_yet_left_behind_is_saved_again_as_it_wa
     assert window.rank_state is not None
     before = typed_json.dumps(window.rank_state)
     second = open_stream(LiveShuffle())
-    second.seek(window.end, window.rank_state)
+    second.seek(window.end, window.rank_state, is_pass_over=False, state=None)
     second.next_window()
     assert typed_json.dumps(window.rank_state) == before
 
@@ -180,13 +180,13 @@ def test_on_another_number_of_ranks_a_loader_is_read_again_by_samples(kind: type
     # 2 ranks consumed 3 batches of 4 each, 24 of 48 samples; one rank with batches of 8 has the other 24 to train.
     whole = read(open_stream(kind(8, 0, 1), accumulation=1), passes=1)
     stream = open_stream(kind(8, 0, 1), accumulation=1, batch_size=SampleCount())
-    stream.seek(DataPosition(0, 24, 3), None)
+    stream.seek(DataPosition(0, 24, 3), None, is_pass_over=False, state=None)
     assert read(stream, passes=1) == whole[3:]
     four = [PerRankLoader(kind(2, rank, 4)) for rank in range(4)]
     rest = []
     for rank, loader in enumerate(four):
         stream = open_stream(loader, accumulation=1, rank=rank, size=4, batch_size=SampleCount())
-        stream.seek(DataPosition(0, 24, 3), None)
+        stream.seek(DataPosition(0, 24, 3), None, is_pass_over=False, state=None)
         rest += [number for ((batch,),) in zip(read(stream, passes=1)) for number in batch]
     assert sorted(rest) == sorted(number for (batch,) in whole[3:] for number in batch)
 
@@ -195,13 +195,13 @@ def test_on_another_number_of_ranks_a_loader_is_read_again_by_samples(kind: type
 def test_what_cannot_be_read_again_exactly_is_refused_by_name() -> None:
     stream = open_stream(Strided(5, 0, 1), batch_size=SampleCount())
     with pytest.raises(DataError, match=r"24 samples.*Strided.*so far have 25"):
-        stream.seek(DataPosition(0, 24, 3), None)
+        stream.seek(DataPosition(0, 24, 3), None, is_pass_over=False, state=None)
     stream = open_stream(PerRankLoader(Strided(5, 0, 1)), size=5, batch_size=SampleCount())
     with pytest.raises(DataError, match="24 samples.*dp_size=5"):
-        stream.seek(DataPosition(0, 24, 3), None)
+        stream.seek(DataPosition(0, 24, 3), None, is_pass_over=False, state=None)
     stream = open_stream(Strided(8, 0, 1), batch_size=SampleCount())
     with pytest.raises(DataError, match="64 samples.*batches so far have 48"):
-        stream.seek(DataPosition(0, 64, 3), None)
+        stream.seek(DataPosition(0, 64, 3), None, is_pass_over=False, state=None)
 
 
 @pytest.mark.pitfall(76)
@@ -209,7 +209,7 @@ def test_a_loader_is_not_read_again_where_a_new_pass_begins_anyway(caplog: pytes
     loader = Strided(4, 0, 1)
     stream = open_stream(loader, batch_size=SampleCount())
     with caplog.at_level(logging.WARNING, "dream_trainer"):
-        stream.seek(DataPosition(0, 48, 12), None, is_pass_over=True)
+        stream.seek(DataPosition(0, 48, 12), None, is_pass_over=True, state=None)
     assert (loader.reads, caplog.records) == (0, [])
     assert stream.next_window().end == DataPosition(1, 0, 3)
 
@@ -223,7 +223,7 @@ def test_a_later_pass_is_resumed_where_workers_persist(kind: type[Any]) -> None:
     straight, stopped, resumed = opened(), opened(), opened()
     expected = read(straight, passes=2)
     at = windows_until(stopped, 14)[-1]  # of 10 windows in a pass
-    resumed.seek(at.end, at.rank_state)
+    resumed.seek(at.end, at.rank_state, is_pass_over=False, state=None)
     assert read(resumed, passes=1) == expected[14:]
     assert sorted(number for (batch,) in expected[10:] for number in batch) == DATA
     for stream in (straight, stopped, resumed):

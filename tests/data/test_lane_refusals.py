@@ -215,12 +215,12 @@ def test_a_stream_that_changed_is_refused_in_its_middle() -> None:
     ]:
         (stream,) = open_lanes(source, (1, 1, 0), **options)
         with pytest.raises(api.DataError, match=message):
-            stream.seek(position, state)
+            stream.seek(position, state, is_pass_over=False, state=None)
     (stream,) = open_lanes(LIVE, (1, 1, 0), lanes=4, turns=1)
     with pytest.raises(api.DataError, match=r"states of lanes \[0, 1, 2, 3\] are not known"):
-        stream.seek(position, None)
+        stream.seek(position, None, is_pass_over=False, state=None)
     with pytest.raises(api.DataError, match="after 9 samples, no multiple of the global batch of 8"):
-        stream.seek(api.DataPosition(0, 9, 1), state)
+        stream.seek(api.DataPosition(0, 9, 1), state, is_pass_over=False, state=None)
 
 
 def test_tensors_in_a_state_are_kept_by_value() -> None:
@@ -230,7 +230,7 @@ def test_tensors_in_a_state_are_kept_by_value() -> None:
     job = Job(open_lanes(source, (1, 2, 2), **options))
     found = job.steps(7)
     position, state, _ = job.ends[0]
-    job.streams[0].seek(position, state)
+    job.streams[0].seek(position, state, is_pass_over=False, state=None)
     found += job.steps(5)
     job.close()
     assert [sorted(step) for step in found] == [sorted(step) for step in expected]

@@ -102,7 +102,7 @@ def test_a_state_handed_out_by_reference_is_copied(tmp_path: Path) -> None:
     job.steps(3)
     position, state, _ = job.ends[0]
     expected = job.steps(3)
-    job.streams[0].seek(position, state)
+    job.streams[0].seek(position, state, is_pass_over=False, state=None)
     assert job.steps(3) == expected
 
 

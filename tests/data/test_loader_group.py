@@ -293,7 +293,7 @@ def test_other_loaders_do_not_go_on(now: Any, message: str) -> None:
 
     def go_on() -> None:
         other = open_stream(now())
-        other.seek(window.end, None, state=state)
+        other.seek(window.end, None, state=state, is_pass_over=False)
         other.next_window()
 
     with pytest.raises(api.DataError, match=message):
@@ -303,7 +303,7 @@ def test_other_loaders_do_not_go_on(now: Any, message: str) -> None:
 def test_a_run_over_one_loader_does_not_go_on_with_several() -> None:
     stream = open_stream(ours(1, 1))
     with pytest.raises(api.DataError, match=r"one training loader, not over \['text', 'images'\]"):
-        stream.seek(api.DataPosition(0, 8, 1), None)
+        stream.seek(api.DataPosition(0, 8, 1), None, is_pass_over=False, state=None)
 
 
 def test_another_number_of_ranks_is_refused_where_only_a_loader_knows_its_place() -> None:
@@ -311,4 +311,4 @@ def test_another_number_of_ranks_is_refused_where_only_a_loader_knows_its_place(
     window = stream.next_window()
     state = stream.state_at(window.end)
     with pytest.raises(api.DataError, match="only the training loader 'plain' itself knows"):
-        stream.seek(window.end, None, state=state)
+        stream.seek(window.end, None, state=state, is_pass_over=False)

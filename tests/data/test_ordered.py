@@ -110,10 +110,10 @@ def test_the_state_of_a_position_knows_nothing_of_what_was_loaded_after_it() -> 
 def test_another_kind_of_dataset_than_the_checkpoints_is_refused() -> None:
     (stream,) = Job((1, 1, 0)).streams
     with pytest.raises(api.DataError, match=r"the dataset \(Walk\) are of two kinds"):
-        stream.seek(api.DataPosition(0, 8, 1), None)
+        stream.seek(api.DataPosition(0, 8, 1), None, is_pass_over=False, state=None)
     plain = open_stream(api.DistributedDataLoader(range(16), 8))
     with pytest.raises(api.DataError, match=r"the dataset \(range\) are of two kinds"):
-        plain.seek(api.DataPosition(0, 8, 1), None, state={"turns": []})
+        plain.seek(api.DataPosition(0, 8, 1), None, state={"turns": []}, is_pass_over=False)
 
 
 def test_a_dataset_with_an_order_is_not_shuffled_and_an_endless_one_not_validated() -> None:

@@ -110,7 +110,7 @@ def test_a_pass_that_begins_to_draw_late_is_resumed_exactly(make: type[LateNoise
         state = typed_json.loads(typed_json.dumps(last.rank_state))
         seed_cpu(stop_after)
         resumed = open_stream(make(kind, first))
-        resumed.seek(last.end, state)
+        resumed.seek(last.end, state, is_pass_over=False, state=None)
         assert read(resumed, passes=2 - last.end.epoch) == expected[stop_after:], stop_after
 
 
@@ -133,7 +133,7 @@ def test_a_drawn_order_and_drawn_samples_do_not_disturb_each_other_nor_training(
     expected = read(open_stream(make()), passes=2)
     assert global_states() == before
     resumed = open_stream(make())
-    resumed.seek(DataPosition(0, 0, 4), None)
+    resumed.seek(DataPosition(0, 0, 4), None, is_pass_over=False, state=None)
     assert global_states() == before
     assert read(resumed, passes=2) == expected[2:]
     seeds = [hash_seed(b"batch", SEED, 0, number, 0) for number in range(1, LENGTH)]

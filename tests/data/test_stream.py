@@ -80,7 +80,7 @@ def test_a_run_resumed_at_any_window_elsewhere_reads_the_rest_unchanged(stop_aft
 def test_resuming_loads_no_sample_that_was_consumed() -> None:
     data = CountingDataset(100)
     stream = open_stream(DistributedDataLoader(data, 5), 2)
-    stream.seek(DataPosition(0, 80, 16), None)
+    stream.seek(DataPosition(0, 80, 16), None, is_pass_over=False, state=None)
     list(stream.next_window().batches)
     assert data.loaded == list(range(80, 90))
 
@@ -175,7 +175,7 @@ def test_closing_ends_workers_in_a_window(persistent: bool, own_children: Callab
     assert len(own_children()) == 2
     stream.close()
     assert not own_children()
-    stream.seek(DataPosition(0, 0, 0), None)
+    stream.seek(DataPosition(0, 0, 0), None, is_pass_over=False, state=None)
     assert len(list(stream.next_window().batches)) == 3
     stream.close()
 
