@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -145,8 +146,7 @@ def _segments(documents: Tensor, device: torch.device, causal: bool) -> PackedSe
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     starts = begins.flatten().nonzero().flatten()
     cu_seqlens = torch.cat((starts, starts.new_tensor([documents.numel()])))
-    longest = int(cu_seqlens.diff().max())
-    return PackedSegments(cu_seqlens.to(device, torch.int32, non_blocking=True), longest, causal)
+    return PackedSegments(cu_seqlens.to(device, torch.int32, non_blocking=True), int(cu_seqlens.diff().max()), causal)
 
 
 # -- Packed rows whose positions several ranks share.
@@ -164,14 +164,11 @@ class _OfHeads:
     def __init__(self, attention: UlyssesAttention) -> None:
         self._attention = attention
 
-    def mask(self, documents: Tensor, kind: Kind = "auto", **options: Any) -> Mask:
+    def mask(self, documents: Tensor, kind: Kind, **options: Any) -> Mask:
         return packed_attention_mask(self._attention.parts.joined(documents, 1), kind, **options)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return packed_attention(query, key, value, mask)
-
-        return self._attention.attend_with_own_heads(query, key, value, attend)
+        return self._attention.attend_with_own_heads(query, key, value, partial(packed_attention, mask=mask))
 
 
 class _OfPositions:
@@ -180,15 +177,7 @@ class _OfPositions:
     def __init__(self, attention: GatheredAttention) -> None:
         self._attention = attention
 
-    def mask(
-        self,
-        documents: Tensor,
-        kind: Kind = "auto",
-        *,
-        causal: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Mask:
+    def mask(self, documents: Tensor, kind: Kind, *, causal: bool, device: Any, dtype: Any) -> Mask:
         target = documents.device if device is None else torch.device(device)
         kind = mask_kind(documents, kind, target, None)  # None: never "varlen", unless it was asked for
         if kind == "varlen":

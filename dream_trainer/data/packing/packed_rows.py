@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dream_trainer.checks import check_count
+from dream_trainer.checks import check_count, refuse
 from dream_trainer.data.sample_count import IGNORED as IGNORED
 from dream_trainer.data.sampler import ENDLESS, OrderedDataset, random_order
 from dream_trainer.distributed.seeds import hash_seed
@@ -83,8 +83,7 @@ _PACKERS = {"best_fit": pack_best_fit, "concatenate": pack_concatenated}
 
 
 def packer(method: str) -> Callable[[NDArray[Any], int, int], list[Row]]:
-    if method not in _PACKERS:
-        raise DataError(f"method={method!r} is unknown. Use {' or '.join(map(repr, _PACKERS))}.")
+    refuse(method not in _PACKERS, f"method={method!r} is unknown. Use {' or '.join(map(repr, _PACKERS))}.", DataError)
     return _PACKERS[method]
 
 
@@ -152,8 +151,7 @@ class RowFormat:
             wrong = f"has {length} tokens and weights of shape {weights.shape}. Give one for each token."
         elif weights is not None and (unusable := weights[~((weights >= 0.0) & (weights < np.inf))]).size:
             wrong = f"has a weight of {unusable[0]}. A weight is a finite number, 0 for what is not learned."
-        if wrong:
-            raise DataError(f"{place} {wrong}")
+        refuse(wrong, f"{place} {wrong}", DataError)
         return ids, None if weights is None else weights[1:]
 
 
@@ -189,6 +187,7 @@ class DocumentRows(OrderedDataset):
     block_size: int | None = None
     field: str = "tokens"
     vocabulary_size: int | None = None
+    _fills_rows = True  # whether each row has `row_length` tokens, padding included
 
     def __post_init__(self) -> None:
         name = type(self.documents).__name__
@@ -339,8 +338,7 @@ class DocumentRows(OrderedDataset):
             raise IndexError(f"Row {position} lies before row {first_row}, where this pass was resumed.")
         if not self._is_endless:
             first_rows = self._first_rows()
-            if position >= first_rows[-1]:
-                raise IndexError(f"Row {position} of {first_rows[-1]}.")
+            refuse(position >= first_rows[-1], f"Row {position} of {first_rows[-1]}.", IndexError)
             found = bisect_right(first_rows, position) - 1
             return self._load_block(number + found, first_rows[found])
         if self._block is not None and self._block.end <= position:
@@ -368,11 +366,10 @@ class DocumentRows(OrderedDataset):
         """The rows of a block, by parts that are packed separately: before and after a stage of the documents."""
         first = number * self.documents_per_block
         tokens = np.append(0, np.cumsum(lengths, dtype=np.int64))  # before each document
-        least = _FEWEST_ROWS_OF_PART * self.row_length
         firsts = [0]
         for position in self.documents.stages_within(first, first + len(lengths)):
             before = tokens[position - first]
-            if min(before - tokens[firsts[-1]], tokens[-1] - before) >= least:
+            if min(before - tokens[firsts[-1]], tokens[-1] - before) >= _FEWEST_ROWS_OF_PART * self.row_length:
                 firsts.append(position - first)
         return [self._pack(lengths[begin:end], begin) for begin, end in pairwise([*firsts, len(lengths)])]
 
@@ -400,7 +397,7 @@ class DocumentRows(OrderedDataset):
             )
         return lengths
 
-    def _build_row(self, position: int, room: int | None) -> dict[str, Tensor]:
+    def __getitem__(self, position: int) -> dict[str, Tensor]:
         block = self._block_at(position)
         pieces, first = block.rows[position - block.first_row], block.number * self.documents_per_block
         loaded = {
@@ -409,7 +406,7 @@ class DocumentRows(OrderedDataset):
             )
             for number, _, _ in pieces
         }
-        return self._format.row(pieces, loaded, room)
+        return self._format.row(pieces, loaded, self.row_length if self._fills_rows else None)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -448,9 +445,6 @@ class PackedRows(DocumentRows):
         packer(self.method)  # refuses what is none
         super().__post_init__()
 
-    def __getitem__(self, position: int) -> dict[str, Tensor]:
-        return self._build_row(position, self.row_length)
-
     def _pack(self, lengths: NDArray[Any], first: int) -> list[Row]:
         return packer(self.method)(lengths, self.row_length, first)
 
@@ -481,6 +475,7 @@ class PaddedRows(DocumentRows):
 
     bucket_size: int
     multiple_of: int = 1
+    _fills_rows = False
 
     def __post_init__(self) -> None:
         check_count("bucket_size", self.bucket_size, hint="Give the samples of one optimizer step.")
@@ -488,9 +483,6 @@ class PaddedRows(DocumentRows):
         if self.block_size is None:
             self.block_size = 64 * self.bucket_size
         super().__post_init__()
-
-    def __getitem__(self, position: int) -> dict[str, Tensor]:
-        return self._build_row(position, None)
 
     def collate(self, rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Pads rows to the longest, and stacks them: each tensor has the shape `(rows, longest)`."""
