@@ -16,15 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    ConcatDataset,
-    Dataset,
-    Sampler,
-    Subset,
-    TensorDataset,
-    default_collate,
-    default_convert,
-)
+from torch.utils.data import ConcatDataset, Dataset, Sampler, Subset, TensorDataset, default_collate, default_convert
 
 from dream_trainer.distributed.seeds import GENERATORS, WatchedSeeds, hash_seed, preserved_random_state, seed_cpu
 from dream_trainer.errors import DataError

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from itertools import islice
+from operator import attrgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -75,9 +76,7 @@ class Batch(Transform):
     def __post_init__(self) -> None:
         check_count("Batch: size", self.size, hint="Give the samples of one list.")
 
-    @property
-    def block(self) -> int:  # type: ignore[override]
-        return self.size
+    block = property(attrgetter("size"))
 
     def over(self, items: Iterator[Item], calls: StageCalls) -> Iterator[Item]:
         while batch := list(islice(items, self.size)):
@@ -109,9 +108,7 @@ class Shuffle(Transform):
     def __post_init__(self) -> None:
         check_count("Shuffle: window", self.window, hint="Give the samples that are shuffled together.")
 
-    @property
-    def block(self) -> int:  # type: ignore[override]
-        return self.window
+    block = property(attrgetter("window"))
 
     def over(self, items: Iterator[Item], calls: StageCalls) -> Iterator[Item]:
         while window := list(islice(items, self.window)):
@@ -209,9 +206,7 @@ class Pack(Transform):
         check_count("Pack: row_length", self.row_length, hint="Give the number of tokens in a row.")
         check_count("Pack: documents", self.documents, hint="Give the number of documents packed together.")
 
-    @property
-    def block(self) -> int:  # type: ignore[override]
-        return self.documents
+    block = property(attrgetter("documents"))
 
     def over(self, items: Iterator[Item], calls: StageCalls) -> Iterator[Item]:
         from dream_trainer.data.packing.packed_rows import RowFormat, packer

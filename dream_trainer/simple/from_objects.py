@@ -287,8 +287,7 @@ class Trainer:
         Raises:
             CheckpointError: There is none.
         """
-        if not self._metric:
-            raise CheckpointError("load_best() needs name=, val= and a validation that was saved.")
+        refuse(not self._metric, "load_best() needs name=, val= and a validation that was saved.", CheckpointError)
         return self.dream.load_best(self._metric, self._mode)
 
     def save(self, path: str | Path, *, weights: str | None = None, overwrite: bool = True) -> None:
@@ -425,8 +424,7 @@ def _dataset(data: Any, options: LoaderOptions, name: str) -> Any:
         return TensorDataset(*arrays)
     if isinstance(data, list):
         _refuse_doubtful(data, name)
-    is_dataset = isinstance(data, MapStyle) and not isinstance(data, str | bytes | type)
-    return data if is_dataset else None
+    return data if isinstance(data, MapStyle) and not isinstance(data, str | bytes | type) else None
 
 
 def _named(names: list[str], samples: list[tuple[Tensor, ...]]) -> dict[str, Any]:

@@ -298,8 +298,7 @@ class ObjectsTrainer(DreamTrainer):
             self.optimizers = [self._over_shards(given)]
         else:
             self.optimizers = [given([parameter for parameter in self.model.parameters() if parameter.requires_grad])]
-        first = self.optimizers[0]
-        plain = {name: value for name, value in first.defaults.items() if isinstance(value, int | float)}
+        plain = {name: value for name, value in self.optimizers[0].defaults.items() if isinstance(value, int | float)}
         rate = plain.pop("lr", None)
         names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
         self.config.given_objects |= {"optimizer": {"name": names} | plain, "lr": rate}

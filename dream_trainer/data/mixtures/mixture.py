@@ -225,15 +225,14 @@ def segments(
     changes: Sequence[tuple[int, tuple[Fraction, ...]]],
     drawn: Sequence[int],
     limits: Sequence[int | None],
-    end: int,
     seed: int,
-    known: Sequence[Segment] = (),
+    known: Sequence[Segment],
 ) -> tuple[list[Segment], int]:
     """The segments of a mixture without the sources that are used up, and where it ends."""
     found: list[Segment] = []
     followed = {segment.first: (segment, later) for segment, later in pairwise(known)}
     counts = list(drawn)
-    stops = [*(first for first, _ in changes[1:]), end]
+    stops = [*(first for first, _ in changes[1:]), ENDLESS]
     for (first, weights), stop in zip(changes, stops, strict=True):
         position = first
         while position < stop:
@@ -259,7 +258,7 @@ def segments(
             if reached:
                 position = min(reached)
                 counts = segment.drawn_before(position, seed)
-    return found, end
+    return found, ENDLESS
 
 
 def offsets_below(count: int, limit: int) -> int:
@@ -431,8 +430,7 @@ class Mixture(OrderedDataset):
     def drawn(self, position: int) -> dict[str, Drawn]:
         """Samples and epochs of each source before a position of this pass, in the whole run."""
         virtual = min(position + self._offset, self._end)
-        segment = self._segment_of(max(virtual - 1, self._origin))
-        counts = segment.drawn_before(virtual, self._order_seed)
+        counts = self._segment_of(max(virtual - 1, self._origin)).drawn_before(virtual, self._order_seed)
         return {
             name: Drawn(count, count / length)
             for name, count, length in zip(self.names, counts, self._lengths, strict=True)
@@ -548,10 +546,9 @@ class Mixture(OrderedDataset):
             )
         self._told_at = state["position"]
         self._origin, self._changes = state["position"], []
-        lengths = before["sources"]
         self._drawn_before = []
         for name, length in zip(self.names, self._lengths, strict=True):
-            drawn, length_before = state["drawn"].get(name, 0), lengths.get(name, length)
+            drawn, length_before = state["drawn"].get(name, 0), before["sources"].get(name, length)
             self._drawn_before.append(drawn if length == length_before else -(-drawn // length_before) * length)
 
     # -- the order
@@ -568,7 +565,7 @@ class Mixture(OrderedDataset):
         weights = weights_by_position(self._weights, self.stages, self._changes, self._means, self._origin)
         of = self._order_seed, limits
         known = self._segments if of == self._segments_of else []
-        self._segments, self._end = segments(weights, self._drawn_before, limits, ENDLESS, self._order_seed, known)
+        self._segments, self._end = segments(weights, self._drawn_before, limits, self._order_seed, known)
         self._segments_of = of
         self._orders = [
             IndexPermutation(length, hash_seed(b"mixture" + name.encode(), self._order_seed))

@@ -170,8 +170,7 @@ def find_files(paths: Paths, suffixes: tuple[str, ...]) -> list[Path]:
             inside = sorted(file for file in inside[0].iterdir() if file.name.endswith(suffixes))
         elif not inside[0].exists():
             raise DataError(f"there is no file {path}.")
-        if not inside:
-            raise DataError(f"{path} has no files of {' or '.join(suffixes)}.")
+        refuse(not inside, f"{path} has no files of {' or '.join(suffixes)}.", DataError)
         found += inside
     refuse(not found, "no files are given.", DataError)
     return found

@@ -75,8 +75,7 @@ class TokenFile:
     def lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of each document."""
         if self._lengths is None:
-            parts = [np.diff(self._mapped(shard)[1]) for shard in range(len(self._shards))]
-            self._lengths = np.concatenate(parts)
+            self._lengths = np.concatenate([np.diff(self._mapped(shard)[1]) for shard in range(len(self._shards))])
         return self._lengths
 
     @property
@@ -280,7 +279,6 @@ def _locked(file: BinaryIO, path: Path) -> bool:
 TEXTS_PER_SHARD = 1000
 ROWS_PER_SHARD = 50_000
 Encode = Callable[[str], npt.ArrayLike]
-Tokenizer = tuple[Encode, int]  # and how many token ids there are
 
 
 @dataclass(frozen=True)
@@ -321,8 +319,9 @@ def plan_tasks(inputs: Sequence[str], field: str, split: str) -> list[Task]:
     return tasks
 
 
-def open_tokenizer(name: str, end: str | None) -> Tokenizer:
-    """The tokenizer of a name: "bytes" (256 ends a document), a tokenizer.json, or a name for transformers."""
+def open_tokenizer(name: str, end: str | None) -> tuple[Encode, int]:
+    """The tokenizer of a name, and how many token ids there are: "bytes" (256 ends a document), a tokenizer.json, or a
+    name for transformers."""
     if name == "bytes":
         if end is not None:
             raise DataError(f"the tokenizer 'bytes' ends a document with 256, not {end!r}. Leave --end out.")
@@ -343,8 +342,7 @@ def open_tokenizer(name: str, end: str | None) -> Tokenizer:
         slow = AutoTokenizer.from_pretrained(name)
         size, end_id = len(slow), slow.eos_token_id if end is None else slow.get_vocab().get(end)
         encode = lambda text: slow(text, add_special_tokens=False)["input_ids"]  # noqa: E731
-    if end is not None and end_id is None:
-        raise DataError(f"{name} has no token {end!r}.")
+    refuse(end is not None and end_id is None, f"{name} has no token {end!r}.", DataError)
     last = [] if end_id is None else [end_id]
     return lambda text: [*encode(text), *last], size
 
@@ -361,10 +359,10 @@ def tokenize(
     """Makes a shard of each task in `output`; those that exist from an earlier call are kept."""
     open_tokenizer(tokenizer, end)  # so that one that cannot be used is refused before anything is written
     _keep_plan(output, {"tokenizer": tokenizer, "end": end, "tasks": [asdict(task) for task in tasks]})
+    paths = [planned_shard(output, number) for number in range(len(tasks))]
+    headers = [path.with_suffix(".json") for path in paths]
     left = []
-    for number, task in enumerate(tasks):
-        path = planned_shard(output, number)
-        header = path.with_suffix(".json")
+    for task, path, header in zip(tasks, paths, headers, strict=True):
         if header.exists():
             done(json.loads(header.read_text())["tokens"])
         else:
@@ -381,7 +379,6 @@ def tokenize(
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-    headers = [planned_shard(output, number).with_suffix(".json") for number in range(len(tasks))]
     if not any(json.loads(header.read_text())["documents"] for header in headers):
         for header in headers:
             header.unlink()
@@ -390,8 +387,7 @@ def tokenize(
 
 def make_shard(task: Task, path: Path, tokenizer: str, end: str | None) -> int:
     encode, vocabulary_size = open_tokenizer(tokenizer, end)
-    facts = {"tokenizer": tokenizer, "inputs": list(task.inputs)}
-    with TokenFileWriter(path, vocabulary_size, facts) as writer:
+    with TokenFileWriter(path, vocabulary_size, {"tokenizer": tokenizer, "inputs": list(task.inputs)}) as writer:
         for place, text in _texts(task):
             if not isinstance(text, str):
                 raise DataError(f"{place} has {text!r:.60} as its {task.field!r}, which is no text.")
@@ -412,9 +408,8 @@ def _keep_plan(output: Path, plan: dict[str, Any]) -> None:
             "as output, or remove it."
         )
     output.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(told)
-    part.replace(path)
+    _part(path).write_text(told)
+    _part(path).replace(path)
 
 
 def _texts(task: Task) -> Iterator[tuple[str, Any]]:
