@@ -15,7 +15,6 @@ _NAMES = {
     "dream_trainer.callbacks.summary": "forward_flops",
     "dream_trainer.callbacks.tensor_stats": "group_of",
     "dream_trainer.callbacks.throughput": "dtype_at_work peak_flops",
-    "dream_trainer.checkpoint.digests": "value_digests",
     "dream_trainer.checkpoint.files": "FileEntry NewFile checksum named_step step_directories",
     "dream_trainer.checkpoint.store": (
         "KnownPlan Snapshot load_tensors read_rank read_shared tensor_metadata write_checkpoint"
@@ -26,7 +25,8 @@ _NAMES = {
         "verify_checkpoint"
     ),
     "dream_trainer.checkpoint.model_state": (
-        "load_model_extra_state load_rank_buffers model_extra_state model_tensors parameter_fqns rank_buffers"
+        "load_model_extra_state load_rank_buffers model_extra_state model_tensors parameter_fqns rank_buffers "
+        "value_digests"
     ),
     "dream_trainer.checkpoint.optimizer_state": "optimizer_state prepare_optimizer_state",
     "dream_trainer.checkpoint.run_directory": "claim is_claimed release",

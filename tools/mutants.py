@@ -848,7 +848,7 @@ MUTANTS = [
     Mutant(
         "a store that ignores conditions is used",
         "dream_trainer/stores/ownership.py",
-        "if place.store.create(place.key, self._content()):",
+        "if place.create(self._content()):",
         "if False:",
         "tests/stores/test_object_store.py -k ignores",
     ),
@@ -2102,7 +2102,7 @@ MUTANTS = [
     Mutant(
         "hosts share a directory of local checkpoints",
         "dream_trainer/checkpoint/local_checkpoints.py",
-        "lambda: _within(self._run) != [self._part]",
+        "lambda: within(self._run) != [self._part]",
         "lambda: False",
         "tests/faults/test_local_checkpoints.py -k share_is_refused",
     ),

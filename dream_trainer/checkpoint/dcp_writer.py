@@ -89,7 +89,10 @@ class TensorWriter:
         try:
             return self._writer.write_data(plan, self._planner).wait()
         except RuntimeError as error:
-            raise _said_by_file_system(error) or error from None
+            said_by_file_system: BaseException | None = error
+            while said_by_file_system is not None and not isinstance(said_by_file_system, OSError):
+                said_by_file_system = said_by_file_system.__cause__ or said_by_file_system.__context__
+            raise said_by_file_system or error from None
 
     def write_metadata(self, results: Sequence[list[WriteResult]]) -> None:
         """Writes `.metadata`; on rank 0 only."""
@@ -101,10 +104,3 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
     """The inputs that a plan depends on."""
     placed = (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else ()
     return tensor.shape, tensor.dtype, tensor.requires_grad, *placed
-
-
-def _said_by_file_system(error: BaseException) -> OSError | None:
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    return cause

@@ -70,11 +70,14 @@ def named_step(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
+def within(directory: Path) -> list[Path]:
+    """Its entries; empty if there is no such directory."""
+    return list(directory.iterdir()) if directory.is_dir() else []
+
+
 def step_directories(root: Path) -> list[tuple[int, Path]]:
     """The directories under `root` with checkpoint names, by step; none if `root` does not exist."""
-    if not root.is_dir():
-        return []
-    named = ((named_step(entry), entry) for entry in root.iterdir() if entry.is_dir())
+    named = ((named_step(entry), entry) for entry in within(root) if entry.is_dir())
     return sorted((step, entry) for step, entry in named if step is not None)
 
 
@@ -164,7 +167,7 @@ def make_temporary(root: Path, step: int) -> Path:
 
 def remove_temporaries(root: Path) -> None:
     """Removes the temporary directories that killed jobs left under `root`, and nothing with other names."""
-    for entry in list(root.iterdir()) if root.is_dir() else ():
+    for entry in within(root):
         if TEMPORARY_NAME.fullmatch(entry.name):
             remove_tree(entry)
 
@@ -180,8 +183,8 @@ def discard(path: Path) -> None:
     if named is None:
         raise ValueError(f"{path} is not named as a checkpoint. Remove it by hand.")
     if isinstance(path, StorePath):
-        for name in removal_order(path):
-            path.store.remove((path / name).key)
+        for entry in removal_order(path):
+            entry.remove()
         return
     hidden = path.with_name(f".{named[0]}.tmp-{secrets.token_hex(8)}")
     path.rename(hidden)
@@ -207,28 +210,21 @@ def publish(temporary: Path, final: Path) -> None:
     discard(aside)
 
 
-def recover_replaced(root: Path) -> list[Path]:
-    """Gives checkpoints back their names that a killed job had set aside to replace; returns them."""
-    recovered = []
-    for entry in list(root.iterdir()) if root.is_dir() else []:
-        replaced = REPLACED_NAME.fullmatch(entry.name)
-        if replaced is None:
-            continue
-        final = root / step_name(int(replaced[1]))
-        if final.exists():
-            discard(entry)
-        else:
-            entry.rename(final)
-            recovered.append(final)
-    if recovered:
-        sync_directory(root)
-    return recovered
+def recover_replaced(root: Path) -> None:
+    """Gives checkpoints back their names that a killed job had set aside to replace."""
+    for entry in within(root):
+        if replaced := REPLACED_NAME.fullmatch(entry.name):
+            final = root / step_name(int(replaced[1]))
+            if final.exists():
+                discard(entry)
+            else:
+                entry.rename(final)
+                sync_directory(root)
 
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:
     """The error for a file that cannot be read: only missing files and bad disks are damage, a time-out is not."""
-    is_damage = isinstance(error, FileNotFoundError | IsADirectoryError) or error.errno == errno.EIO
-    if is_damage:
+    if isinstance(error, FileNotFoundError | IsADirectoryError) or error.errno == errno.EIO:
         return DamagedCheckpointError(f"{path} cannot be read: {error}. Resume from another checkpoint.")
     return CheckpointError(f"{path} cannot be read: {error}. Correct that, or resume from another checkpoint.")
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from dream_trainer.checkpoint.files import content_checksum, remove_tree, step_name
+from dream_trainer.checkpoint.files import content_checksum, remove_tree, step_name, within
 from dream_trainer.checkpoint.manifest import Manifest, manifest_digest, newest_checkpoint, read_manifest
 from dream_trainer.checkpoint.saving import HostSaves
 from dream_trainer.checkpoint.store import KnownPlan, Snapshot, write_checkpoint
@@ -72,16 +72,15 @@ class LocalCheckpoints(HostSaves):
                 return None
             name = max(common, key=lambda save: (found[0][save], save))
             path = self._part / name / step_name(found[0][name])
-            manifest = on_all_ranks(self.world, task, lambda: read_manifest(path))
+            return on_all_ranks(self.world, task, lambda: read_manifest(path))
         except CheckpointError as error:
             if self.world.is_main:
                 logger.warning("local checkpoints are not used: %s", in_a_line(error))
             return None
-        return manifest
 
     def _whole_saves(self, digest: str) -> dict[str, int]:
         """The steps of this host's saves after the checkpoint with that digest, by their directory."""
-        saves = [save for save in _within(self._part) if save.name.startswith(f"{digest}-")]
+        saves = [save for save in within(self._part) if save.name.startswith(f"{digest}-")]
         found = {save.name: newest_checkpoint(save) for save in saves}
         layout = self.mesh_shape, self.world.world_size
         return {name: one.step for name, one in found.items() if one and (one.mesh_shape, one.world_size) == layout}
@@ -99,7 +98,7 @@ class LocalCheckpoints(HostSaves):
         task = f"make {self._part}"
         with suppress(CheckpointError):  # the first save reports it
             on_all_ranks(self.world, task, self._make_part)
-            has_others = from_all_ranks(self.world, task, lambda: _within(self._run) != [self._part])
+            has_others = from_all_ranks(self.world, task, lambda: within(self._run) != [self._part])
             if any(has_others) and self.host.world_size < self.world.world_size:
                 raise ConfigError(
                     f"local_directory: several hosts have the same {self._of_user.parent}, but each needs a directory "
@@ -170,7 +169,7 @@ class LocalCheckpoints(HostSaves):
         world.barrier()  # no rank reads or writes any more
         if self.host.is_main:
             try:
-                for entry in (*_within(self._run), *_within(self._part)):
+                for entry in (*within(self._run), *within(self._part)):
                     if entry not in (self._part, self._kept):
                         remove_tree(entry)
             except OSError as error:
@@ -187,7 +186,3 @@ class LocalCheckpoints(HostSaves):
             raise CheckpointError(
                 f"{self._of_user} is not only this user's directory. Remove it, or set another local_directory."
             )
-
-
-def _within(directory: Path) -> list[Path]:
-    return list(directory.iterdir()) if directory.is_dir() else []

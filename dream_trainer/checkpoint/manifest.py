@@ -79,8 +79,9 @@ class Manifest:
         names = ("epoch", "samples_seen", "world_size", "mesh_shape", "metrics", "versions", "wall_time")
         return {name: vars(self)[name] for name in names}
 
-    def verify(self, name: str) -> None:
-        self.entry(name).verify(self.path / name)
+    def verify(self, *names: str) -> None:
+        for name in names:
+            self.entry(name).verify(self.path / name)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -196,13 +197,8 @@ def verify_checkpoint(path: Path, *, world: Ranks, shards: bool = True) -> Manif
     task = f"verify {path}"
     manifest = on_all_ranks(world, task, lambda: read_manifest(path))
     own = own_share(sorted(set(manifest.files) - set(() if shards else manifest.shards)), path, world)
-
-    def verify() -> Manifest:
-        for name in own:
-            manifest.verify(name)
-        return manifest
-
-    return on_all_ranks(world, task, verify)
+    on_all_ranks(world, task, lambda: manifest.verify(*own))
+    return manifest
 
 
 def own_share(names: list[str], path: Path, world: Ranks) -> list[str]:
@@ -307,8 +303,7 @@ def mode_of_run(manifests: Sequence[Manifest], metric: str) -> Mode:
 
 def best_checkpoint(manifests: Iterable[Manifest], metric: str, mode: Mode) -> Manifest | None:
     """The checkpoint whose `metric` is best; of equal ones that of the earlier step. None if none has a value."""
-    best = _by_merit(manifests, metric, mode)
-    return best[0] if best else None
+    return next(iter(_by_merit(manifests, metric, mode)), None)
 
 
 def _by_merit(manifests: Iterable[Manifest], metric: str, mode: Mode) -> list[Manifest]:

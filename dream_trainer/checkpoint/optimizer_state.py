@@ -325,7 +325,7 @@ def prepare_optimizer_state(
     is_whole = values.get("has_own_state_dict", False)
     options = _options_by_group(name, optimizer, fqns, values["groups"], by_position=is_whole)
     by_name = parameters_by_name(optimizer, fqns)
-    local = _own_records(name, values, by_name, own)
+    local = _own_records(name, values, by_name, own or {})
     records = values["state"] | ({NO_OWNER: values["whole"]} if "whole" in values else {}) | local
     template = split_state(optimizer.state_dict(), fqns)[1] if is_whole else {}
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
@@ -393,16 +393,13 @@ def prepare_optimizer_state(
 
 
 def _own_records(
-    name: str,
-    values: Mapping[str, Any],
-    by_name: Mapping[str, nn.Parameter],
-    own: Mapping[str, Mapping[str, Any]] | None,
+    name: str, values: Mapping[str, Any], by_name: Mapping[str, nn.Parameter], own: Mapping[str, Mapping[str, Any]]
 ) -> Mapping[str, Any]:
     """The records of this rank, if it has the part of the parameters that the one that saved them had."""
     each_rank = values.get("each_rank")
     if not each_rank:
         return {}
-    records = None if own is None else own.get(name)
+    records = own.get(name)
     if records is None or any(record["places"] != places_of(by_name, part) for part, record in records.items()):
         parts = [part or "state_dict()" for part in each_rank]
         raise CheckpointError(

@@ -22,16 +22,6 @@ from dream_trainer.screen import logger
 from dream_trainer.stores.ownership import TOKEN_NAME, Ownership
 from dream_trainer.stores.store_path import StorePath, without_secrets
 
-_LOCAL_FILES = (LOCK_NAME, TOKEN_NAME)
-
-
-# -- A thread of each rank uploads a run's checkpoints from the local disk to an object store.
-#
-#    written to the disk -> each rank sends its own files -> rank 0 writes the manifest -> removed from the disk
-#
-# The threads only communicate through the job's note store, not by collectives, so a slow line causes no time-out.
-
-
 PATIENCE_SECONDS = 60.0  # how long the end of a run, or its start, waits for a store that does not answer
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0
@@ -40,9 +30,15 @@ _OF_A_RANK = re.compile(r"__(\d+)_\d+\.distcp|rank_(\d+)\..*")
 
 
 @dataclass(eq=False)
-class RemoteRun(Destination[StorePath]):
-    """The run's directory in a store: claimed by `begin`, and released by `end`. Uploads one checkpoint at a time."""
+class RemoteRun(Destination):
+    """The run's directory in a store: claimed by `begin`, and released by `end`. Uploads one checkpoint at a time.
 
+        written to the disk -> each rank sends its own files -> rank 0 writes the manifest -> removed from the disk
+
+    A thread of each rank does that. The threads only communicate through the job's note store, not by collectives, so a
+    slow line causes no time-out."""
+
+    directory: StorePath
     run_dir: Path
     connect: Callable[[], Store | None]
 
@@ -85,12 +81,12 @@ class RemoteRun(Destination[StorePath]):
     def _send_files(self) -> None:
         """Uploads changed files of the run itself, such as `run.json` and `metrics.jsonl`."""
         for path in sorted(self.run_dir.iterdir()):
-            if path.name in _LOCAL_FILES or path.name.startswith(".") or not path.is_file():
+            if path.name in (LOCK_NAME, TOKEN_NAME) or path.name.startswith(".") or not path.is_file():
                 continue
             status = path.stat()
             state = (status.st_size, status.st_mtime_ns)
             if self._sent.get(path.name) != state:
-                self.run.store.send(path, f"{self.run.key}/{path.name}")
+                (self.run / path.name).upload(path)
                 self._sent[path.name] = state
 
     def put(self, checkpoint: Path) -> None:
@@ -172,12 +168,8 @@ class RemoteRun(Destination[StorePath]):
 
     def _has_trouble(self, why: str) -> None:
         if self._trouble is None:
-            logger.warning(
-                "%s does not take checkpoints: %s. They wait in %s, and training continues.",
-                self.directory,
-                why,
-                self._waiting[0].parent,
-            )
+            warning = "%s does not take checkpoints: %s. They wait in %s, and training continues."
+            logger.warning(warning, self.directory, why, self._waiting[0].parent)
         self._trouble = why
 
     def _answers(self) -> None:
@@ -196,7 +188,7 @@ class RemoteRun(Destination[StorePath]):
         for name in names:
             of_rank = _OF_A_RANK.fullmatch(name)
             if (int(of_rank[1] or of_rank[2]) if of_rank else 0) % self.world.world_size == self.world.rank:
-                self.directory.store.send(path / name, (target / name).key)
+                (target / name).upload(path / name)
                 self._answers()
         self._note(f"sent by {self.world.rank}", "")
         if self.world.rank == 0 and names:
@@ -227,8 +219,8 @@ class RemoteRun(Destination[StorePath]):
             discard(path)
             return []
         self._refuse_if_taken()
-        place = self.directory / path.name / MANIFEST_NAME
-        place.store.remove(place.key)  # one of the step that this replaces, or that is damaged
+        # One of the step that this replaces, or that is damaged.
+        (self.directory / path.name / MANIFEST_NAME).remove()
         stored.pop(local.step, None)
         return sorted(local.files)
 
@@ -241,7 +233,7 @@ class RemoteRun(Destination[StorePath]):
         except DamagedCheckpointError as error:
             raise ConnectionError(f"not everything arrived: {error}") from None
         self._refuse_if_taken()
-        if not place.store.create(place.key, content) and place.read_bytes() != content:
+        if not place.create(content) and place.read_bytes() != content:
             raise CheckpointError(f"another job wrote {place}. Stop it, or give this run another experiment name.")
         self._what_is_stored()[local.step] = replace(local, path=target)
         discard(path)

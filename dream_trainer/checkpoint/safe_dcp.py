@@ -56,12 +56,8 @@ class MetadataUnpickler(pickle.Unpickler):
 
 def parse_metadata(content: bytes, file: Path, *, has_others: bool = False) -> Metadata:
     """DCP's metadata; with `has_others` entries may be no tensors."""
-    try:
+    with blaming(file):
         metadata = MetadataUnpickler(content, file).load()
-    except CheckpointError:
-        raise
-    except Exception as error:  # a damaged pickle can fail in many ways
-        raise DamagedCheckpointError(f"{file} is damaged: {type(error).__name__}: {error}.") from error
     records, places = getattr(metadata, "state_dict_metadata", None), getattr(metadata, "storage_data", None)
     if not isinstance(metadata, Metadata) or not isinstance(records, dict) or not isinstance(places, dict):
         raise DamagedCheckpointError(f"{file} contains no DCP metadata. Resume from another checkpoint.")
@@ -131,8 +127,11 @@ class DcpTensors:
     def pieces(self, name: str, box: Box) -> list[_Piece]:
         found = []
         for chunk in self.records[name].chunks:
-            common = _overlap(box, chunk)
-            if common is not None:
+            common = tuple(
+                slice(max(cut.start, offset), min(cut.stop, offset + size))
+                for cut, offset, size in zip(box, chunk.offsets, chunk.sizes, strict=True)
+            )
+            if all(cut.start < cut.stop for cut in common):
                 file, place = self._location(name, chunk)
                 found.append(_Piece(file, place.offset, place.length, name, chunk, common))
         covered, wanted = sum(_volume(piece.common) for piece in found), _volume(box)
@@ -161,15 +160,6 @@ class DcpTensors:
             if self._manifest is not None:
                 self._manifest.entry(location.relative_path)
             return inside(metadata_file, location.relative_path), location
-
-
-def _overlap(box: Box, chunk: ChunkStorageMetadata) -> Box | None:
-    """The overlap of a block and a chunk, in the full tensor's coordinates; None if they do not overlap."""
-    common = tuple(
-        slice(max(cut.start, offset), min(cut.stop, offset + size))
-        for cut, offset, size in zip(box, chunk.offsets, chunk.sizes, strict=True)
-    )
-    return common if all(cut.start < cut.stop for cut in common) else None
 
 
 def _volume(box: Box) -> int:
@@ -209,8 +199,7 @@ def read_tensors(
                     unread.remove(file.name)
                     manifest.entry(file.name).compare(file, *hashed.finish())
     finally:
-        for name in sorted(unread):
-            manifest.verify(name)
+        manifest.verify(*sorted(unread))
 
 
 _PART = 32 << 20

@@ -23,12 +23,14 @@ from dream_trainer.checkpoint.files import set_newer_aside
 from dream_trainer.checkpoint.run_directory import claim, count_training, release, trainings
 from dream_trainer.checkpoint.saving import Destination, HostSaves, Saving
 from dream_trainer.checkpoint.store import KnownPlan, Snapshot, write_checkpoint
-from dream_trainer.cleanup import followed_by, in_a_line
+from dream_trainer.cleanup import call_each, in_a_line
 from dream_trainer.compat.pytorch import local_tensor, with_local
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters, OnSaveError
 from dream_trainer.distributed.ranks import Ranks, on_all_ranks
 from dream_trainer.errors import CheckpointError, StepError
 from dream_trainer.screen import logger
+
+T = TypeVar("T")
 
 
 class Moment(NamedTuple):
@@ -61,7 +63,7 @@ class Saver(Saving):
 
     def __post_init__(self) -> None:
         parameters = self.parameters
-        self.destination: Destination[Any] = Destination(self.directory, parameters, self.beside)
+        self.destination = Destination(self.directory, parameters, self.beside)
         self.writing: Background[Path | None] = Background("checkpoint writer")  # gives a checkpoint's directory
         self.warming: Background[None] = Background("checkpoint memory")  # so that the first save takes no longer
         self._plan = KnownPlan()
@@ -95,7 +97,7 @@ class Saver(Saving):
         claim(directory, self.world)
         self._claimed[directory] = trainings(directory)
 
-    def send_to(self, destination: Destination[Any]) -> None:
+    def send_to(self, destination: Destination) -> None:
         """Brings checkpoints there from now on, and waits for those that are on the disk; a collective."""
         self.destination = destination
         with self.patience():
@@ -272,8 +274,7 @@ class Saver(Saving):
             logger.error("a checkpoint could not be saved; training continues: %s", error)
 
     def close(self) -> None:
-        with followed_by(self._finish_sending), followed_by(partial(self._finish, "raise")):
-            self.warming.collect()
+        call_each((self.warming.collect, self.finish, self._finish_sending))
 
     def _finish_sending(self) -> None:
         with self.patience():
@@ -324,9 +325,6 @@ class Saver(Saving):
 # -- Saves in the background.
 
 
-T = TypeVar("T")
-
-
 class Background(Generic[T]):
     """Runs a task in a thread that ends with the task. The interpreter waits for it before it exits."""
 
@@ -344,8 +342,6 @@ class Background(Generic[T]):
 
     def start(self, task: Callable[[], T]) -> None:
         """Starts `task`. The last one's outcome must have been collected."""
-        if self._running is not None:
-            raise RuntimeError(f"{self._name}: a task is running, or its outcome was not collected.")
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=self._name)
         self._running = thread.submit(task)
         thread.shutdown(wait=False)
@@ -383,12 +379,12 @@ class HostCopies:
         later = [name for name, tensor in tensors.items() if tensor.device == self._device and name not in at_once]
         copies: dict[str, Tensor] = {}
         for name in tensors if self._stream is None else tensors.keys() - later:
-            copies[name] = self._copy(name, tensors[name], non_blocking=self._stream is not None)
+            copies[name] = self._copy(name, tensors[name])
         if self._stream is not None:
             self._stream.wait_stream(torch.accelerator.current_stream(self._device))
             with self._stream:
                 for name in later:
-                    copies[name] = self._copy(name, tensors[name], non_blocking=True)
+                    copies[name] = self._copy(name, tensors[name])
                 self._copied = self._delays_update = self._stream.record_event()
         return copies
 
@@ -402,10 +398,10 @@ class HostCopies:
         if self._copied is not None:
             self._copied.synchronize()
 
-    def _copy(self, name: str, tensor: Tensor, *, non_blocking: bool) -> Tensor:
+    def _copy(self, name: str, tensor: Tensor) -> Tensor:
         local = local_tensor(tensor).detach()
         copy = self._memory_for(name, local)
-        copy.copy_(local, non_blocking=non_blocking)
+        copy.copy_(local, non_blocking=self._stream is not None)
         return with_local(tensor, copy)
 
     def _memory_for(self, name: str, local: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from dream_trainer.checkpoint.manifest import Manifest, retire
 from dream_trainer.checkpoint.store import Snapshot
@@ -14,14 +14,12 @@ from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import StepError
 from dream_trainer.screen import logger
 
-P = TypeVar("P", bound=Path)
-
 
 @dataclass(eq=False)
-class Destination(Generic[P]):
+class Destination:
     """Where a run's checkpoints go: they stay in `directory`, on the disk. Every rank has one, and puts the same."""
 
-    directory: P
+    directory: Path
     retention: CheckpointParameters
     world: Ranks
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from dream_trainer.checkpoint import typed_json
+from dream_trainer.checkpoint.blocks import blaming
 from dream_trainer.checkpoint.files import (
     SHARED_NAME,
     FileEntry,
@@ -104,11 +105,7 @@ def write_checkpoint(
     temporary = from_main_rank(world, task, lambda: make_temporary(final.parent, snapshot.step))
     try:
         writer = TensorWriter(
-            temporary,
-            _offered(snapshot, world),
-            rank=world.rank,
-            known=KnownPlan() if known is None else known,
-            is_whole=job is None,
+            temporary, _offered(snapshot, world), rank=world.rank, known=known or KnownPlan(), is_whole=job is None
         )
         if not all(from_all_ranks(world, task, writer.knows_plan)):
             # Only rank 0 sees the plans of all: their number grows with that of ranks.
@@ -240,24 +237,14 @@ def read_shared(path: Path) -> dict[str, Any]:
 
 
 def read_rank(path: Path, rank: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    from safetensors import SafetensorError
     from safetensors.torch import load
 
-    manifest = read_manifest(path)
-    state = _read_json(manifest, f"{rank_name(rank)}.json")
-    name = f"{rank_name(rank)}.safetensors"
-    try:
-        return state, load(manifest.read(name))
-    except (SafetensorError, KeyError) as error:
-        raise DamagedCheckpointError(f"{manifest.path / name} is not a safetensors file: {error}.") from error
+    manifest, name = read_manifest(path), f"{rank_name(rank)}.safetensors"
+    with blaming(path / name):
+        return _read_json(manifest, f"{rank_name(rank)}.json"), load(manifest.read(name))
 
 
 def _read_json(manifest: Manifest, name: str) -> dict[str, Any]:
-    content = manifest.read(name)
-    try:
-        state = typed_json.loads(content)
-        if not isinstance(state, dict):
-            raise ValueError(f"it contains an object of type {type(state).__name__} where a dict was written")
-    except ValueError as error:
-        raise DamagedCheckpointError(f"{manifest.path / name} is damaged: {error}.") from error
-    return state
+    with blaming(manifest.path / name):
+        state: dict[str, Any] = typed_json.loads(manifest.read(name))
+        return state

@@ -127,18 +127,13 @@ def _decode(obj: dict[str, Any]) -> Any:
     ((tag, value),) = obj.items()
     if not tag.startswith("$"):
         return obj
-    decoder = _TYPES[tag][2] if tag in _TYPES else _OF_OTHERS.get(tag)
-    if decoder is None:
+    if tag not in _DECODERS:
         raise ValueError(f"not typed JSON: unknown type {tag!r}, perhaps from a newer version")
-    return decoder(value)
+    return _DECODERS[tag](value)
 
 
 def _refuse_constant(text: str) -> Any:
     raise ValueError(f"not typed JSON: bare {text}")
-
-
-def _load_defaultdict(value: dict[str, Any]) -> defaultdict[Any, Any]:
-    return defaultdict(_FACTORIES[value["factory"]], value["items"])
 
 
 def _load_array(value: dict[str, Any]) -> np.ndarray:
@@ -162,7 +157,7 @@ _TYPES: dict[str, tuple[type, Callable[[Any, str], Any], Callable[[Any], Any]]] 
     "$frozenset": (frozenset, _unordered, frozenset),
     "$counter": (Counter, _pairs, lambda value: Counter(dict(value))),
     "$ordered": (OrderedDict, _pairs, OrderedDict),
-    "$defaultdict": (defaultdict, _defaultdict, _load_defaultdict),
+    "$defaultdict": (defaultdict, _defaultdict, lambda v: defaultdict(_FACTORIES[v["factory"]], v["items"])),
     "$bytes": (bytes, lambda obj, path: base64.b64encode(obj).decode("ascii"), base64.b64decode),
     "$complex": (complex, lambda obj, path: _items((obj.real, obj.imag), path), lambda v: complex(*v)),
     "$datetime": (datetime, lambda obj, path: obj.isoformat(), datetime.fromisoformat),
@@ -176,8 +171,5 @@ _TYPES: dict[str, tuple[type, Callable[[Any, str], Any], Callable[[Any], Any]]] 
     "$purepath": (PurePosixPath, _text, PurePosixPath),
 }
 _TAGS = {kind: tag for tag, (kind, _, _) in _TYPES.items()}
-_OF_OTHERS: dict[str, Callable[[Any], Any]] = {
-    "$float": float,
-    "$dict": dict,
-    "$numpy": lambda value: _load_array(value)[()],
-}
+_DECODERS = {tag: decode for tag, (_, _, decode) in _TYPES.items()}
+_DECODERS |= {"$float": float, "$dict": dict, "$numpy": lambda value: _load_array(value)[()]}

@@ -215,6 +215,9 @@ class ModelWeights(OneCheckpoint):
     base: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
     """The frozen weights that the checkpoint left out, if not where the run loaded them from."""
 
+    def options(self, *others: str) -> dict[str, Any]:
+        return {name: vars(self)[name] for name in ("model", "weights", "merge_adapters", "base", *others)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Show(OneCheckpoint, Shows):
@@ -314,19 +317,9 @@ class Export(ModelWeights):
 
         from dream_trainer.weights.export import export_checkpoint
 
-        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-        written = export_checkpoint(
-            checkpoint := self.find(),
-            self.out,
-            model=self.model,
-            weights=self.weights,
-            dtype=dtypes[self.dtype] if self.dtype else None,
-            max_shard_size=self.max_shard_size,
-            renames=self.renames,
-            merge_adapters=self.merge_adapters,
-            base=self.base,
-            overwrite=self.overwrite,
-        )
+        dtypes = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+        options = self.options("max_shard_size", "renames", "overwrite")
+        written = export_checkpoint(checkpoint := self.find(), self.out, dtype=dtypes[self.dtype], **options)
         rows = [[str(path), format_bytes(path.stat().st_size)] for path in written]
         print_table(f"exported {checkpoint}", ["file", "size"], rows)
 
@@ -345,16 +338,8 @@ class Push(ModelWeights):
     def run(self) -> None:
         from dream_trainer.weights.export import push_to_hub
 
-        address = push_to_hub(
-            checkpoint := self.find(),
-            self.repo,
-            model=self.model,
-            weights=self.weights,
-            merge_adapters=self.merge_adapters,
-            base=self.base,
-            base_model=self.base_model,
-            private=not self.public,
-        )
+        options = self.options("base_model")
+        address = push_to_hub(checkpoint := self.find(), self.repo, private=not self.public, **options)
         print(f"pushed {checkpoint} to {address}")
 
 

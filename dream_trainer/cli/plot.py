@@ -15,12 +15,10 @@ from tyro.conf import Positional, arg
 from dream_trainer.checks import refuse
 from dream_trainer.cli.output import Flag
 from dream_trainer.errors import ConfigError, DataError
-from dream_trainer.loggers.buffer import Stamp
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Record = Mapping[str, float]
 _AXES = {"steps": ("step", "optimizer steps"), "samples": ("samples", "samples"), "time": ("time", "minutes")}
 _LINES = ("-", "--", ":", "-.")
 _KINDS = {
@@ -87,6 +85,7 @@ def runs_of(paths: Sequence[Path]) -> dict[str, list[dict[str, float]]]:
 
 def read_log(file: Path) -> list[dict[str, float]]:
     """The whole lines of a metrics.jsonl, with `time` in minutes since the first."""
+    from dream_trainer.loggers.buffer import Stamp
     from dream_trainer.loggers.line_files import read_jsonl
 
     refuse(not file.is_file(), f'{file} does not exist. Give the directory of a run that logs to "jsonl".')
@@ -98,8 +97,10 @@ def read_log(file: Path) -> list[dict[str, float]]:
     return [record | {"time": (record["time"] - records[0]["time"]) / 60} for record in records]
 
 
-def panels(runs: Mapping[str, Sequence[Record]], chosen: Sequence[str], x: str) -> dict[str, list[Curve]]:
+def panels(runs: Mapping[str, Sequence[Mapping[str, float]]], chosen: Sequence[str], x: str) -> dict[str, list[Curve]]:
     """Curves by the titles of their panels. Default: losses, validations, learning rates, norms and throughput."""
+    from dream_trainer.loggers.buffer import Stamp
+
     logged = dict.fromkeys(name for records in runs.values() for record in records for name in record)
     metrics = [name for name in logged if name not in Stamp._fields]
     for pattern in chosen:

@@ -18,7 +18,6 @@ from dream_trainer.stores.store_path import StorePath, without_secrets
 
 OWNERS_NAME = "owners"
 TOKEN_NAME = "store_owner"
-LEASE_SECONDS = 60.0
 RENEW_SECONDS = 15.0
 _NUMBERED = re.compile(r"(\d{8,})\.json")
 
@@ -49,12 +48,7 @@ class Ownership:
     """A job's claim on a run in a store, until `release`; `lived_here` is a directory that no other live job has."""
 
     def __init__(
-        self,
-        run: StorePath,
-        lived_here: Path,
-        *,
-        lease_seconds: float = LEASE_SECONDS,
-        renew_seconds: float = RENEW_SECONDS,
+        self, run: StorePath, lived_here: Path, *, lease_seconds: float = 60.0, renew_seconds: float = RENEW_SECONDS
     ) -> None:
         self._run = run
         self._owners = run / OWNERS_NAME
@@ -74,8 +68,7 @@ class Ownership:
         self._ended.set()
         self._thread.join()
         try:
-            place = _object(self._owners, self._number)
-            place.store.write(place.key, self._content(released=True))
+            _object(self._owners, self._number).put(self._content(released=True))
         except OSError as error:
             logger.warning("%s stays claimed for a while: %s", self._run, error)
 
@@ -88,16 +81,16 @@ class Ownership:
             if self._create(number):
                 break
         place = _object(self._owners, number)
-        if place.store.create(place.key, self._content()):
-            place.store.remove(place.key)
+        if place.create(self._content()):
+            place.remove()
             raise CheckpointError(
                 f"the store of {self._run} overwrites an object in spite of If-None-Match, so two "
                 "jobs could write to one run. Use a store that honours conditional writes; "
                 "`rclone serve s3` does not."
             )
         for entry in self._owners.iterdir():
-            if entry.name < _object(self._owners, number).name:
-                entry.store.remove(entry.key)
+            if entry.name < place.name:
+                entry.remove()
         return number
 
     def _wait_until_free(self, number: int, lease_seconds: float) -> None:
@@ -118,9 +111,8 @@ class Ownership:
             )
 
     def _create(self, number: int) -> bool:
-        place = _object(self._owners, number)
         try:
-            return place.store.create(place.key, self._content())
+            return _object(self._owners, number).create(self._content())
         except ConnectionError:
             # It may have arrived all the same. If not, this raises again, or another job was first.
             record = _record_of(self._owners, number)
@@ -135,7 +127,7 @@ class Ownership:
             try:
                 if self.is_lost():
                     return
-                place.store.write(place.key, self._content())
+                place.put(self._content())
             except OSError as error:
                 logger.debug("could not renew the claim on %s: %s", self._run, without_secrets(error))
 

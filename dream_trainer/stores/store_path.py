@@ -14,11 +14,11 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path, PosixPath
-from typing import Any, NamedTuple, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 from dream_trainer.errors import ConfigError
 
@@ -42,121 +42,27 @@ _SECRET_ARGUMENT = re.compile(
 _USER_OF_URL = re.compile(r"(?<=://)[^/\s@]+@")
 
 
-class StoredEntry(NamedTuple):
-    name: str  # the last part of its path
-    size: int  # bytes; 0 for a directory
-    is_directory: bool
+@cache
+def open_store(scheme: str) -> Any:
+    """fsspec's file system, with the credentials and the endpoint that the environment names."""
+    try:
+        import fsspec
 
+        # What another job wrote must be seen: listings are not kept.
+        options = dict(_OPTIONS.get(scheme, {}))
+        if scheme == "gs":
+            import aiohttp  # which gcsfs brings; it would wait five minutes for each of six tries
 
-class ObjectStore:
-    """One store's objects by their keys. Raises FileNotFoundError, PermissionError or ConnectionError."""
-
-    def __init__(self, scheme: str) -> None:
-        try:
-            import fsspec
-
-            # What another job wrote must be seen: listings are not kept.
-            options = dict(_OPTIONS.get(scheme, {}))
-            if scheme == "gs":
-                import aiohttp  # which gcsfs brings; it would wait five minutes for each of six tries
-
-                options = {"requests_timeout": aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=30)}
-            self._files: Any = fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True, **options)
-        except ImportError as error:
-            raise ConfigError(
-                f"{scheme}:// needs the package {SCHEMES[scheme]}. Run pip install {SCHEMES[scheme]}."
-            ) from error
-        self._scheme = scheme
-        log = logging.getLogger(SCHEMES[scheme])
-        if log.level == logging.NOTSET:  # it logs tracebacks of what it raises, secrets included
-            log.setLevel(logging.CRITICAL)
-
-    def create(self, key: str, content: bytes) -> bool:
-        """Writes an object unless it exists, and returns whether it did; after an error it may exist all the same."""
-        with self._speaking_of(key):
-            try:
-                self._files.pipe_file(key, content, mode="create")
-            except FileExistsError:
-                return False
-            except OSError as error:
-                # s3fs knows a condition that did not hold by a field that not every server's answer has.
-                if error.errno == errno.EINVAL and _asked(lambda: self._files.exists(key)):
-                    return False
-                raise
-        return True
-
-    def write(self, key: str, content: bytes) -> None:
-        with self._speaking_of(key):
-            self._files.pipe_file(key, content)
-
-    def send(self, file: Path, key: str) -> None:
-        """Copies a local file to an object; a large one in parts, several at once."""
-        with file.open("rb"):  # a file that is gone here is no fault of the store
-            pass
-        with self._speaking_of(key):
-            self._files.put_file(str(file), key, **_SENDING.get(self._scheme, {}))
-
-    def read(self, key: str) -> bytes:
-        with self._speaking_of(key):
-            content: bytes = _asked(lambda: self._files.cat_file(key))
-        return content
-
-    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Parts of an object, all at once: each from its first byte to before its last."""
-        with self._speaking_of(key):
-            starts, ends = [start for start, _ in ranges], [end for _, end in ranges]
-            parts: list[bytes] = _asked(
-                lambda: self._files.cat_ranges([key] * len(ranges), starts, ends, on_error="raise")
-            )
-        return parts
-
-    def size(self, key: str) -> int | None:
-        try:
-            with self._speaking_of(key):
-                found = _asked(lambda: self._files.info(key))
-        except FileNotFoundError:
-            return None
-        return int(found["size"]) if found["type"] == "file" else None
-
-    def entries(self, key: str) -> list[StoredEntry]:
-        """Entries of a directory; empty if there is none."""
-        try:
-            with self._speaking_of(key):
-                found = _asked(lambda: self._files.ls(key, detail=True))
-        except FileNotFoundError:
-            return []
-        named = [(entry["name"].rstrip("/"), entry) for entry in found]
-        return [
-            StoredEntry(name.rpartition("/")[2], int(entry["size"] or 0), entry["type"] == "directory")
-            for name, entry in named
-            if name != key.rstrip("/")
-        ]
-
-    def copy(self, source: str, target: str) -> None:
-        with self._speaking_of(source):
-            _asked(lambda: self._files.cp_file(source, target))
-
-    def remove(self, key: str) -> None:
-        try:
-            with self._speaking_of(key):
-                self._files.rm_file(key)
-        except FileNotFoundError:
-            pass
-
-    @contextmanager
-    def _speaking_of(self, key: str) -> Iterator[None]:
-        """Makes every error one of four kinds, without what came with it, which may hold secrets."""
-        address = f"{self._scheme}://{key}"
-        try:
-            yield
-            return
-        except FileNotFoundError:
-            raised: OSError = FileNotFoundError(f"{address} is not there")
-        except PermissionError as error:
-            raised = PermissionError(f"{address}: {without_secrets(error)}. Are the credentials those of this store?")
-        except Exception as error:  # each store's client has its own errors
-            raised = ConnectionError(f"{address}: {without_secrets(error)}")
-        raise raised from None
+            options = {"requests_timeout": aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=30)}
+        files = fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True, **options)
+    except ImportError as error:
+        raise ConfigError(
+            f"{scheme}:// needs the package {SCHEMES[scheme]}. Run pip install {SCHEMES[scheme]}."
+        ) from error
+    log = logging.getLogger(SCHEMES[scheme])
+    if log.level == logging.NOTSET:  # it logs tracebacks of what it raises, secrets included
+        log.setLevel(logging.CRITICAL)
+    return files
 
 
 def _asked(ask: Callable[[], T]) -> T:
@@ -169,9 +75,6 @@ def _asked(ask: Callable[[], T]) -> T:
                 raise
         time.sleep(seconds)
     return ask()
-
-
-open_store = cache(ObjectStore)  # by scheme, with the credentials and the endpoint that the environment names
 
 
 def without_secrets(error: BaseException) -> str:
@@ -210,9 +113,11 @@ def absolute(path: Path) -> Path:
 
 
 class StorePath(PosixPath):
-    """A path in an object store, made by `as_path`; keeps nothing between calls but what `iterdir` saw."""
+    """A path in an object store, made by `as_path`; keeps nothing between calls but what `iterdir` saw.
 
-    _seen: StoredEntry | None = None
+    Raises FileNotFoundError, PermissionError or ConnectionError."""
+
+    _seen: tuple[int, bool] | None = None  # bytes, 0 for a directory; whether it is one
 
     def __str__(self) -> str:
         return super().__str__().replace(":/", "://", 1)
@@ -221,49 +126,79 @@ class StorePath(PosixPath):
         raise TypeError(f"{self} is in an object store, and is no path of the file system.")
 
     @property
-    def store(self) -> ObjectStore:
-        return open_store(self.parts[0].rstrip(":"))
-
-    @property
     def key(self) -> str:
-        """The bucket and the path in it, as `ObjectStore` names objects."""
+        """The bucket and the path in it, as fsspec names objects."""
         return "/".join(self.parts[1:])
+
+    @contextmanager
+    def _files(self) -> Iterator[Any]:
+        """fsspec's file system; every error is made one of the three kinds, without secrets that came with it."""
+        files = open_store(self.parts[0].rstrip(":"))
+        try:
+            yield files
+            return
+        except FileNotFoundError:
+            raised: OSError = FileNotFoundError(f"{self} is not there")
+        except PermissionError as error:
+            raised = PermissionError(f"{self}: {without_secrets(error)}. Are the credentials those of this store?")
+        except Exception as error:  # each store's client has its own errors
+            raised = ConnectionError(f"{self}: {without_secrets(error)}")
+        raise raised from None
 
     # -- read
 
     def iterdir(self) -> Iterator[StorePath]:  # type: ignore[override]
-        for entry in self.store.entries(self.key):
-            child = self / entry.name
-            child._seen = entry
-            yield child
+        """Entries of a directory; none if there is no such directory."""
+        found: list[Any] = []
+        with suppress(FileNotFoundError), self._files() as files:
+            found = _asked(lambda: files.ls(self.key, detail=True))
+        for entry in found:
+            name = entry["name"].rstrip("/")
+            if name != self.key:
+                child = self / name.rpartition("/")[2]
+                child._seen = int(entry["size"] or 0), entry["type"] == "directory"
+                yield child
+
+    def size(self) -> int | None:
+        """Bytes of an object; None if there is none."""
+        with suppress(FileNotFoundError), self._files() as files:
+            found = _asked(lambda: files.info(self.key))
+            return int(found["size"]) if found["type"] == "file" else None
+        return None
 
     def is_dir(self, **kwargs: Any) -> bool:
-        return self._seen.is_directory if self._seen else bool(self.store.entries(self.key))
+        return self._seen[1] if self._seen else any(True for _ in self.iterdir())
 
     def is_file(self, **kwargs: Any) -> bool:
-        return self.store.size(self.key) is not None
+        return self.size() is not None
 
     def exists(self, **kwargs: Any) -> bool:
         return self.is_file() or self.is_dir()
 
-    def is_symlink(self) -> bool:
-        return False
-
     def stat(self, **kwargs: Any) -> os.stat_result:
         """Its size; all else is 0."""
-        size = self._seen.size if self._seen else self.store.size(self.key)
+        size = self._seen[0] if self._seen else self.size()
         if size is None:
             raise FileNotFoundError(f"{self} is not there")
         return os.stat_result((0, 0, 0, 0, 0, 0, size, 0, 0, 0))
 
     def read_bytes(self) -> bytes:
-        return self.store.read(self.key)
+        with self._files() as files:
+            content: bytes = _asked(lambda: files.cat_file(self.key))
+        return content
+
+    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Parts of an object, all at once: each from its first byte to before its last."""
+        keys, starts, ends = [self.key] * len(ranges), [start for start, _ in ranges], [end for _, end in ranges]
+        with self._files() as files:
+            parts: list[bytes] = _asked(lambda: files.cat_ranges(keys, starts, ends, on_error="raise"))
+        return parts
 
     def open(self, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         """The object as a file that is read; with mode "rb" alone."""
         if mode != "rb":
             self._refuse()
-        return StoreStream(self.store, self.key, self.stat().st_size)
+        return StoreStream(self, self.stat().st_size)
 
     def _itself(self, *args: Any, **kwargs: Any) -> Self:
         return self
@@ -272,18 +207,45 @@ class StorePath(PosixPath):
 
     # -- change
 
+    def create(self, content: bytes) -> bool:
+        """Writes an object unless it exists, and returns whether it did; after an error it may exist all the same."""
+        with self._files() as files:
+            try:
+                files.pipe_file(self.key, content, mode="create")
+            except FileExistsError:
+                return False
+            except OSError as error:
+                # s3fs knows a condition that did not hold by a field that not every server's answer has.
+                if error.errno == errno.EINVAL and _asked(lambda: files.exists(self.key)):
+                    return False
+                raise
+        return True
+
+    def put(self, content: bytes) -> None:
+        with self._files() as files:
+            files.pipe_file(self.key, content)
+
+    def upload(self, file: Path) -> None:
+        """Copies a local file to this object; a large one in parts, several at once."""
+        with file.open("rb"):  # a file that is gone here is no fault of the store
+            pass
+        with self._files() as files:
+            files.put_file(str(file), self.key, **_SENDING.get(self.parts[0].rstrip(":"), {}))
+
+    def remove(self) -> None:
+        with suppress(FileNotFoundError), self._files() as files:
+            files.rm_file(self.key)
+
     def rename(self, target: str | os.PathLike[str]) -> StorePath:
         """Copies a directory's objects below `target`, the manifest last, then removes them here."""
         assert isinstance(target, StorePath)
-        names = removal_order(self)
-        for name in reversed(names):
-            self.store.copy((self / name).key, (target / name).key)
-        for name in names:
-            self.store.remove((self / name).key)
+        objects = removal_order(self)
+        for entry in reversed(objects):
+            with entry._files() as files:
+                _asked(partial(files.cp_file, entry.key, (target / entry.name).key))
+        for entry in objects:
+            entry.remove()
         return target
-
-    def mkdir(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: a directory is there with its first object."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise io.UnsupportedOperation(f"{self} is in an object store, which does not support this")
@@ -291,10 +253,10 @@ class StorePath(PosixPath):
     touch = unlink = rmdir = replace = symlink_to = hardlink_to = chmod = write_bytes = write_text = glob = _refuse
 
 
-def removal_order(directory: StorePath) -> list[str]:
-    """The names of a directory's objects, that of a manifest first: without it the others do not count."""
-    names = sorted(entry.name for entry in directory.store.entries(directory.key) if not entry.is_directory)
-    return sorted(names, key=lambda name: name != "manifest.json")
+def removal_order(directory: StorePath) -> list[StorePath]:
+    """The objects of a directory, the manifest first: without it the others do not count."""
+    objects = [entry for entry in directory.iterdir() if not entry.is_dir()]
+    return sorted(objects, key=lambda entry: (entry.name != "manifest.json", entry.name))
 
 
 _FIRST = 1 << 16  # bytes; a jump costs no more than this
@@ -305,10 +267,9 @@ _PARTS_AT_ONCE = 4
 class StoreStream(io.RawIOBase):
     """An object's content: jumps fetch little; reading on fetches up to 32 MiB in several requests at once."""
 
-    def __init__(self, store: ObjectStore, key: str, size: int) -> None:
+    def __init__(self, place: StorePath, size: int) -> None:
         super().__init__()
-        self._store, self._key = store, key
-        self.size, self.fetched, self._position = size, 0, 0
+        self._place, self.size, self.fetched, self._position = place, size, 0, 0
         self._start, self._memory, self._ahead = 0, memoryview(b""), _FIRST  # what is in memory, from where
 
     def readable(self) -> bool:
@@ -343,8 +304,9 @@ class StoreStream(io.RawIOBase):
         count = min(max(self._ahead, wanted), _PARTS_AT_ONCE * _PART)
         end = min(self.size, self._position + count)
         cuts = [*range(self._position, end, _PART), end]
-        parts = self._store.read_ranges(self._key, list(pairwise(cuts)))
-        if sum(map(len, parts)) != end - self._position:
-            raise ConnectionError(f"{self._key}: the store sent {sum(map(len, parts))} bytes of {end - self._position}")
+        parts = self._place.read_ranges(list(pairwise(cuts)))
+        sent, asked = sum(map(len, parts)), end - self._position
+        if sent != asked:
+            raise ConnectionError(f"{self._place.key}: the store sent {sent} bytes of {asked}")
         self._start, self._memory = self._position, memoryview(b"".join(parts))
         self.fetched += len(self._memory)

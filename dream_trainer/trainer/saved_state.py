@@ -16,9 +16,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from dream_trainer.checkpoint import typed_json
-from dream_trainer.checkpoint.digests import FrozenWeights, refuse_other_weights
 from dream_trainer.checkpoint.manifest import Manifest
 from dream_trainer.checkpoint.model_state import (
+    FrozenWeights,
     ModelForm,
     load_metric_state,
     load_model_extra_state,
@@ -31,6 +31,7 @@ from dream_trainer.checkpoint.model_state import (
     model_tensors,
     parameter_fqns,
     rank_buffers,
+    refuse_other_weights,
     take_shapes,
 )
 from dream_trainer.checkpoint.optimizer_state import (

@@ -127,15 +127,10 @@ def load_base_weights(
         )
     names = list(model.state_dict(keep_vars=True))
     base = base_names(wrapped, names)
-    moved = {author: name for author, name in base.items() if author != name}
+    of_adapters = set(names) - set(base.values())
+    renames = {**(renames or {}), **_exactly({author: name for author, name in base.items() if author != name})}
     report = load_weights(
-        model,
-        path,
-        model_name=model_name,
-        renames={**(renames or {}), **_exactly(moved)},
-        strict=strict,
-        optional=set(names) - set(base.values()),
-        world=world,
+        model, path, model_name=model_name, renames=renames, strict=strict, optional=of_adapters, world=world
     )
     with torch.no_grad():
         for original, copy in trained_copies(wrapped):

@@ -11,16 +11,15 @@ import tempfile
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from dream_trainer.checkpoint.blocks import WeightFiles, whole_box
-from dream_trainer.checkpoint.digests import value_digests
 from dream_trainer.checkpoint.manifest import Manifest, find_checkpoint, read_manifest
-from dream_trainer.checkpoint.model_state import model_tensors
+from dream_trainer.checkpoint.model_state import model_tensors, value_digests
 from dream_trainer.checkpoint.safe_dcp import DcpTensors, read_metadata
 from dream_trainer.checkpoint.store import read_shared
 from dream_trainer.checks import refuse
@@ -79,7 +78,7 @@ def export_checkpoint(
     of_model = below(records, f"models.{chosen}.")
     left_out, read_left_out = _left_out({name: records[full] for name, full in of_model.items()}, base)
     record = shared.get("adapters", {}).get(chosen)
-    content = _content(
+    plan, read, config = _content(
         Path(out),
         left_out | {name: stored.specs[source] for name, source in sources.items()},
         lambda name: stored.read(sources[name]) if name in sources else read_left_out(name),
@@ -88,15 +87,7 @@ def export_checkpoint(
         options,
     )
     overwrite = options.get("overwrite", False)
-    return write_files(Path(out), content.plan, content.read, config=content.config, overwrite=overwrite)
-
-
-class _Content(NamedTuple):
-    """An export's files with their tensors, a reader of these by their new names, and its config."""
-
-    plan: FilePlan
-    read: Callable[[str], Tensor]
-    config: Mapping[str, Any] | None
+    return write_files(Path(out), plan, read, config=config, overwrite=overwrite)
 
 
 def _content(
@@ -106,10 +97,13 @@ def _content(
     config: Mapping[str, Any] | None,
     adapters: Adapters | None,
     options: Options,
-) -> _Content:
-    """The model's own tensors; of a model with adapters either these, or the base with them added."""
+) -> tuple[FilePlan, Callable[[str], Tensor], Mapping[str, Any] | None]:
+    """An export's files with their tensors, a reader of these by their new names, and its config.
+
+    They are the model's own tensors; of a model with adapters either these, or the base with them added."""
     dtype, merge_adapters = options.get("dtype"), options.get("merge_adapters", False)
-    config = _config(config, dtype)
+    if config is not None and dtype is not None:
+        config = {**config, **{key: _name(dtype) for key in ("dtype", "torch_dtype") if key in config}}
     if adapters is None:
         refuse(merge_adapters, "the model has no adapters of peft to merge. Leave merge_adapters out.", CheckpointError)
     elif merge_adapters:
@@ -121,7 +115,7 @@ def _content(
     cast = {name: _cast(specs[source], dtype) for name, source in sources.items()}
     are_adapters = adapters is not None and not merge_adapters
     plan = plan_files(out, cast, options.get("max_shard_size", "5GB"), are_adapters=are_adapters)
-    return _Content(plan, partial(_read_as, sources, read), config)
+    return plan, partial(_read_as, sources, read), config
 
 
 def _read_as(sources: Mapping[str, str], read: Callable[[str], Tensor], name: str) -> Tensor:
@@ -146,28 +140,28 @@ def export_model(
     specs, read = _of_all_stages(own, lambda name: _whole(tensors[name], before), world)
     adapters = whole_adapters({"model": model}, world).get("model")
 
-    def prepare() -> _Content:
+    def prepare() -> tuple[FilePlan, Callable[[str], Tensor], Mapping[str, Any] | None]:
         if world.is_main:
             check_target(out, overwrite=overwrite)
         return _content(out, specs, read, config, adapters, options)
 
-    content = on_all_ranks(world, task, prepare)
-    if any(plan != content.plan for plan in world.all_gather_object(content.plan)):
+    plan, read_new, of_export = on_all_ranks(world, task, prepare)
+    if any(of_rank != plan for of_rank in world.all_gather_object(plan)):
         raise CheckpointError(f"Could not {task}: the ranks have different tensors. Save a checkpoint and export that.")
-    names = (name for specs in content.plan.values() for name in specs)
+    names = (name for specs in plan.values() for name in specs)
 
     def gather(_: str) -> Tensor:
-        return content.read(next(names))
+        return read_new(next(names))
 
     def work() -> list[Path]:
         # Gathering is a collective: rank 0 takes part until the end, even if writing fails before.
         try:
             if not world.is_main:
                 return []
-            return write_files(out, content.plan, gather, config=content.config, overwrite=overwrite)
+            return write_files(out, plan, gather, config=of_export, overwrite=overwrite)
         finally:
             for name in names:
-                content.read(name)
+                read_new(name)
 
     written: list[Path] = world.all_gather_object(on_all_ranks(world, task, work))[0]
     return written
@@ -184,14 +178,13 @@ class StoredTensors:
         self._files = DcpTensors(path, metadata, self.manifest)
         records = self._files.records.items()
         self.specs = {name: TensorSpec(tuple(record.size), record.properties.dtype) for name, record in records}
-        self._verified: set[Path] = set()
+        self._verify = cache(self.manifest.verify)
 
     def read(self, name: str) -> Tensor:
         """The full tensor on the CPU. A shard file's checksum is compared before its first tensor is read."""
         box = whole_box(self.specs[name].shape)
-        for file in self._files.checksums({name: box}).keys() - self._verified:
-            self.manifest.verify(file.name)
-            self._verified.add(file)
+        for file in self._files.checksums({name: box}):
+            self._verify(file.name)
         return self._files.read(name, box)
 
 
@@ -228,7 +221,7 @@ def difference_of_tensors(first: StoredTensors, second: StoredTensors, *, values
 
 
 def _kind(spec: TensorSpec) -> str:
-    return f"{list(spec.shape)} {str(spec.dtype).removeprefix('torch.')}"
+    return f"{list(spec.shape)} {_name(spec.dtype)}"
 
 
 def max_difference(a: Tensor, b: Tensor) -> float | None:
@@ -289,17 +282,11 @@ def _whole(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return cast.full_tensor() if is_dtensor(cast) else cast
 
 
-def _config(config: Mapping[str, Any] | None, dtype: torch.dtype | None) -> dict[str, Any] | None:
-    """The model's config, its dtype being that of the export."""
-    if config is None:
-        return None
-    if dtype is None:
-        return dict(config)
-    cast = str(dtype).removeprefix("torch.")
-    return {**config, **{key: cast for key in ("dtype", "torch_dtype") if key in config}}
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
+_DTYPES = {_name(dtype): dtype for dtype in DTYPE_NAMES}
 _DIGEST = re.compile(r"(\w+) (\(.*\)) [0-9a-f]{16}")
 
 
@@ -308,11 +295,10 @@ def _left_out(
 ) -> tuple[dict[str, TensorSpec], Callable[[str], Tensor]]:
     """Tensors that the checkpoint left out, by the names that it would have for them, and their reader."""
     opened = cache(lambda path: open_weights(path, None))
-    matches = {name: _DIGEST.fullmatch(record["digest"]) for name, record in records.items()}
     specs = {
         name: TensorSpec(tuple(ast.literal_eval(match[2])), _DTYPES[match[1]])
-        for name, match in matches.items()
-        if match is not None and match[1] in _DTYPES
+        for name, record in records.items()
+        if (match := _DIGEST.fullmatch(record["digest"])) and match[1] in _DTYPES
     }
 
     def read(name: str) -> Tensor:
@@ -368,8 +354,6 @@ def _of_all_stages(
 
 # -- The Hub.
 
-
-CARD_NAME = "README.md"
 
 _TOLD = ("max_steps", "n_epochs", "global_batch_size", "gradient_clip_norm", "max_tokens")
 
@@ -433,7 +417,7 @@ def push_to_hub(
             if base_model is not None and adapters.exists():
                 config = json.loads(adapters.read_text()) | {"base_model_name_or_path": base_model}
                 adapters.write_text(json.dumps(config, indent=2))
-            (out / CARD_NAME).write_text(_model_card(out, repo, manifest, base_model))
+            (out / "README.md").write_text(_model_card(out, repo, manifest, base_model))
             words = message or f"Step {manifest.step}"
             try:
                 api.create_repo(repo, private=private, exist_ok=True)

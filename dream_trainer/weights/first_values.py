@@ -26,11 +26,12 @@ class Derived:
     sources: Mapping[str, tuple[Ref, ...]]
     """The names of the tensors that it was computed from, with what was read of each: it, or it before a cast."""
 
-    def computed(self, read: Callable[[str], Tensor]) -> Tensor:
-        """The values that it has when those that it was computed from are as `read` gives them, whole on the CPU."""
+    def computed(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The values that it has when those that it was computed from are as in `tensors`, whole on the CPU."""
         given: dict[int, torch.UntypedStorage] = {}
         for name, refs in self.sources.items():
-            values = read(name)
+            source = tensors[name]
+            values = (source.full_tensor() if is_dtensor(source) else source).detach().cpu()
             for ref in refs:
                 if ref.storage not in given:
                     given[ref.storage] = torch.UntypedStorage(self.history.storages[ref.storage].meta.nbytes())
@@ -110,8 +111,7 @@ def remember_first_values(models: Mapping[str, nn.Module], plan: Plan) -> None:
             continue
         names = [*model.state_dict(keep_vars=True), *(name for name, _ in model.named_buffers())]
         base = set(base_names(wrapped, names).values())
-        noted = {own: plan.by_name.get(plain_name(f"{name}.{own}")) for own in dict.fromkeys(names)}
-        refs = {own: note.ref for own, note in noted.items() if note is not None}
+        refs = {own: note.ref for own in names if (note := plan.by_name.get(plain_name(f"{name}.{own}"))) is not None}
         history, adapted = plan.tape.history, adapted_weights(wrapped)
         written = [history.storages[ref.storage].writers[0] for own, ref in refs.items() if own not in base]
         if not written or any(own not in refs for own in adapted):
@@ -136,14 +136,7 @@ def begin_again(model: nn.Module, derived: Mapping[str, Derived]) -> None:
     """Gives tensors the values that they would have started with from the present base."""
     tensors = model.state_dict(keep_vars=True) | dict(model.named_buffers())
     for name, one in derived.items():
-        fill(tensors[name], one.computed(lambda source: _whole(tensors[source])))
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach().cpu()
-
-
-_LOOKED_AT = 8
+        fill(tensors[name], one.computed(tensors))
 
 
 def frozen_draws(models: Mapping[str, nn.Module], plan: Plan) -> dict[str, Tensor]:
@@ -191,4 +184,4 @@ def _parameters(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Param
 def _some_of(parameter: nn.Parameter) -> Tensor:
     """Values spread over this rank's part: the first row by itself may be padding, which is zero in every file."""
     values = local_tensor(parameter).detach().flatten()
-    return values[:: max(1, len(values) // _LOOKED_AT)].clone()
+    return values[:: max(1, len(values) // 8)].clone()

@@ -63,13 +63,9 @@ def merged(reports: Sequence[LoadReport]) -> LoadReport:
     mismatched = {name: reason for report in reports for name, reason in report.mismatched.items()}
     failed = {*missing, *mismatched}
     loaded = dict.fromkeys(name for report in reports for name in report.loaded if name not in failed)
-    unexpected = set.intersection(*(set(report.unexpected) for report in reports))
-    return LoadReport(
-        loaded=tuple(loaded),
-        missing=missing,
-        unexpected=tuple(name for name in reports[0].unexpected if name in unexpected),
-        mismatched=mismatched,
-    )
+    nowhere = set.intersection(*(set(report.unexpected) for report in reports))
+    unexpected = tuple(name for name in reports[0].unexpected if name in nowhere)
+    return LoadReport(tuple(loaded), missing, unexpected, mismatched)
 
 
 def refusal(report: LoadReport) -> str:

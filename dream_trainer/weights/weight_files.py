@@ -31,7 +31,6 @@ UNDERSTOOD = (
     "directory"
 )
 
-_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model")
 
 
@@ -46,7 +45,7 @@ def open_weights(path: Path, model_name: str | None) -> WeightFiles:
         return _open_index(path)
     if path.suffix == ".safetensors":
         return _safetensors(path)
-    if path.suffix in _TORCH_SUFFIXES:
+    if path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
         return _torch_file(path)
     raise CheckpointError(f"{path} is of no kind that weights are read from. Known kinds: {UNDERSTOOD}.")
 
@@ -148,16 +147,12 @@ def _torch_file(path: Path) -> WeightFiles:
 
 
 def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
-    while isinstance(content, Mapping):
-        key = next((key for key in _STATE_DICT_KEYS if isinstance(content.get(key), Mapping)), None)
-        if key is None:
-            break
-        content = content[key]
-    tensors = {}
-    if isinstance(content, Mapping):
-        tensors = {name: value for name, value in content.items() if isinstance(value, Tensor)}
+    state: Mapping[Any, Any] = content if isinstance(content, Mapping) else {}
+    while inner := [state[key] for key in _STATE_DICT_KEYS if isinstance(state.get(key), Mapping)]:
+        state = inner[0]
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     if not tensors:
-        what = f"a dict with {list(content)[:20]}" if isinstance(content, Mapping) else type(content).__name__
+        what = f"a dict with {list(state)[:20]}" if isinstance(content, Mapping) else type(content).__name__
         raise CheckpointError(
             f"{path} holds {what}, without a state dict (there, or under {', '.join(_STATE_DICT_KEYS)}). "
             "Only save the state dict."

@@ -229,8 +229,7 @@ def test_killed_while_a_whole_checkpoint_is_replaced_loses_neither_it_nor_the_st
         save(root, 1, shared={"version": 1})
         killed = killed_at(call, lambda: save(root, 1, shared={"version": 2}, replace=True))  # noqa: B023
         was_away = not steps(root)
-        recovered = files.recover_replaced(root)
-        assert recovered == ([root / "step_00000001"] if was_away else [])
+        files.recover_replaced(root)
         shared = api.read_shared(api.verify_checkpoint(root / "step_00000001", world=api.Ranks.alone()).path)
         seen.add(-1 if was_away else shared["version"])
         assert shared["version"] in ((1,) if was_away else (1, 2))

@@ -26,7 +26,7 @@ def s3(running: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         monkeypatch.setenv(name, value)
     requests.post(f"{running.url}/moto-api/reset", timeout=10)
     open_store.cache_clear()
-    open_store("s3")._files.mkdir(BUCKET)
+    open_store("s3").mkdir(BUCKET)
     running.requests.clear()
     yield running
     running.throttled, running.refuses, running.ignores_conditions = 0, False, False

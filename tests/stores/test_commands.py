@@ -37,10 +37,10 @@ def test_the_commands_read_a_run_in_a_store(url: str, capsys: pytest.CaptureFixt
     shard = StorePath(address) / "checkpoints/step_00000004/__0_0.distcp"
     content = bytearray(shard.read_bytes())
     content[1000] ^= 1
-    shard.store.write(shard.key, bytes(content))
+    shard.put(bytes(content))
     reports = shown("verify", address, code=1)["checkpoints"]
     assert [report["whole"] for report in reports] == [True, False, True]
-    (manifest := StorePath(address) / "checkpoints/step_00000006/manifest.json").store.remove(manifest.key)
+    (StorePath(address) / "checkpoints/step_00000006/manifest.json").remove()
     assert [entry["state"] for entry in shown("ls", address)["checkpoints"]] == ["whole", "whole", "unfinished"]
     capsys.readouterr()
     assert main(["checkpoints", "prune", address, "--keep-last", "1", "--damaged"]) == 0

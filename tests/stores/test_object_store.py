@@ -29,7 +29,7 @@ def check_objects(url: str, directory: Path, n_bytes: int) -> None:
     won: list[int] = []
 
     def race(number: int) -> None:
-        if root.store.create((root / "one").key, str(number).encode()):
+        if (root / "one").create(str(number).encode()):
             won.append(number)
 
     at_once(race, range(8))
@@ -39,7 +39,7 @@ def check_objects(url: str, directory: Path, n_bytes: int) -> None:
     (directory / "large").write_bytes(content)
     (directory / "empty").touch()
     for name in ("large", "empty"):
-        root.store.send(directory / name, (root / "a" / name).key)
+        (root / "a" / name).upload(directory / name)
     with (root / "a" / "large").open("rb") as stream:
         assert stream.read() == content
         stream.seek(-100, os.SEEK_END)
@@ -54,8 +54,8 @@ def check_objects(url: str, directory: Path, n_bytes: int) -> None:
     assert (root / "b").is_dir()
     assert not (root / "a").exists()
     assert (root / "b" / "large").stat().st_size == n_bytes
-    root.store.remove((root / "one").key)
-    root.store.remove((root / "one").key)
+    (root / "one").remove()
+    (root / "one").remove()
     assert list((root / "one").iterdir()) == []
     with pytest.raises(FileNotFoundError, match=f"{root / 'one'} is not there"):
         (root / "one").read_bytes()
@@ -70,13 +70,13 @@ def test_objects_are_written_once_and_read_back_in_parts(url: str, tmp_path: Pat
 def test_throttled_requests_are_made_again(url: str, s3: Server) -> None:
     place = StorePath(url) / "x"
     s3.throttled = 2
-    place.store.write(place.key, b"x")
+    place.put(b"x")
     s3.throttled = 2
     assert place.read_bytes() == b"x"
     s3.throttled = 2
-    assert place.store.size(place.key) == 1
+    assert place.size() == 1
     s3.throttled = 2
-    assert [entry.name for entry in place.parent.store.entries(place.parent.key)] == ["x"]
+    assert [entry.name for entry in place.parent.iterdir()] == ["x"]
     assert s3.throttled == 0
 
 
@@ -84,13 +84,13 @@ def test_errors_name_the_address_and_no_secret(url: str, s3: Server) -> None:
     place = StorePath(url) / "x"
     s3.refuses = True
     with pytest.raises(PermissionError, match="s3://bucket/runs/x") as raised:
-        place.store.write(place.key, b"x")
+        place.put(b"x")
     assert SECRET not in str(raised.value)
     assert raised.value.__cause__ is None
     assert raised.value.__suppress_context__
     s3.stop()
     with pytest.raises(OSError, match="s3://bucket/runs/x") as unreachable:
-        place.store.write(place.key, b"x")
+        place.put(b"x")
     assert SECRET not in str(unreachable.value)
 
 

@@ -226,24 +226,21 @@ def run_command(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 def sharded(url: str | None, max_steps: int, experiment: str) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
     """On each rank: what the weights are in the end, and how much of which files this rank read from the store."""
-    from dream_trainer.stores.store_path import ObjectStore
-
     read: dict[str, int] = {}
-    ranges = ObjectStore.read_ranges
+    ranges = StorePath.read_ranges
 
-    def noting(self: ObjectStore, key: str, parts: Any) -> list[bytes]:
-        name = key.rpartition("/")[2]
-        read[name] = read.get(name, 0) + sum(end - start for start, end in parts)
-        return ranges(self, key, parts)
+    def noting(self: StorePath, parts: Any) -> list[bytes]:
+        read[self.name] = read.get(self.name, 0) + sum(end - start for start, end in parts)
+        return ranges(self, parts)
 
-    ObjectStore.read_ranges = noting  # type: ignore[method-assign]
+    StorePath.read_ranges = noting  # type: ignore[method-assign]
     try:
         run = Wide(config(url, max_steps, experiment=experiment))
         with run:
             run.fit()
             found = weights(run.model)
     finally:
-        ObjectStore.read_ranges = ranges  # type: ignore[method-assign]
+        StorePath.read_ranges = ranges  # type: ignore[method-assign]
     return found, read
 
 

@@ -18,7 +18,6 @@ import torch
 import torch.nn as nn
 
 from dream_trainer.best_value import mode_of, refuse_other_places
-from dream_trainer.checkpoint.digests import FrozenWeights
 from dream_trainer.checkpoint.files import step_name
 from dream_trainer.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -27,7 +26,7 @@ from dream_trainer.checkpoint.manifest import (
     list_checkpoints,
     verify_checkpoint,
 )
-from dream_trainer.checkpoint.model_state import ModelForm, model_configs
+from dream_trainer.checkpoint.model_state import FrozenWeights, ModelForm, model_configs
 from dream_trainer.checkpoint.run_directory import linked_checkpoints
 from dream_trainer.checkpoint.saver import HostCopies, Moment, Saver
 from dream_trainer.checkpoint.saving import HostSaves
