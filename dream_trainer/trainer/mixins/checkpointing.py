@@ -360,10 +360,9 @@ class CheckpointMixin(AbstractTrainer):
         """`newest` is the run's newest checkpoint if `manifest` belongs to a host-local checkpoint."""
         is_own = newest is not None or manifest.path.parent.resolve() == self._checkpoints_root().resolve()
         saved_state.restore(self._runtime, manifest, self.__form, None if is_own else branch)
-        self._runtime.parent = manifest.parent
-        if not is_own:
-            path, words = str(absolute(manifest.path)), dict(vars(branch))
-            self._runtime.parent = {"checkpoint": path, "step": manifest.step, "words": words}
+        path = self._runtime.resumed_from = str(absolute(manifest.path))
+        begins = {"checkpoint": path, "step": manifest.step, "words": dict(vars(branch))}
+        self._runtime.parent = manifest.parent if is_own else begins
         self._runtime.saver.goes_on_from(
             self.global_step,
             manifest.metrics if branch.counters == "keep" else {},
@@ -372,7 +371,6 @@ class CheckpointMixin(AbstractTrainer):
             is_local=newest is not None and newest.step != manifest.step,
         )
         self._runtime.saver.local.loaded(manifest, is_own=is_own)
-        self._runtime.resumed_from = str(absolute(manifest.path))
         if self.world.is_main:
             logger.info("resumed from %s at step %d", manifest.path, self.global_step)
             if changed := changed_fields(manifest, self._runtime.config):
