@@ -498,8 +498,8 @@ MUTANTS = [
     Mutant(
         "a second turn scaled by the first's micro-batches",
         "dream_trainer/trainer/step/optimizer_step.py",
-        "n_batches = 1 if",
-        "n_batches = self._window.counted_batches if",
+        "total, 1 if is_again",
+        "total, self._accumulation.counted_batches if is_again",
         TURNS,
     ),
     Mutant(
@@ -1456,9 +1456,9 @@ MUTANTS = [
     ),
     Mutant(
         "tied parameters count in the norm on each of their stages",
-        "dream_trainer/trainer/step/gradients.py",
-        "if group.is_counted for grad in of_group]",
-        "for grad in of_group]",
+        "dream_trainer/trainer/step/optimizer_step.py",
+        "if group.is_counted for grad in own]",
+        "for grad in own]",
         "tests/trainer/test_pipeline_ties.py",
     ),
     Mutant(
@@ -2130,7 +2130,7 @@ MUTANTS = [
     Mutant(
         "a worker's own weights are validated",
         "dream_trainer/trainer/mixins/local_sgd.py",
-        "with self._runtime.rounds.as_one_model(), super()._validation_context():",
+        "with self.__rounds.as_one_model(), super()._validation_context():",
         "with super()._validation_context():",
         f"{LOCAL_SGD} -k exports_have_the_average",
     ),

@@ -406,9 +406,6 @@ class World(Ranks):
 
 
 def close_at_exit(world: World) -> None:
-    if world.world_size == 1:
-        return
-
     def leave() -> None:
         if "last_value" in vars(sys):
             sys.stdout.flush()

@@ -23,7 +23,6 @@ from dream_trainer.data.window import Window
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import HookError
 from dream_trainer.events.collection import BaseCallback, CallbackCollection, Timed
-from dream_trainer.loggers.buffer import Records
 from dream_trainer.modules.class_change import unwrap
 from dream_trainer.modules.precision import autocast, under_autocast
 from dream_trainer.parallel.sharding import frozen
@@ -33,7 +32,7 @@ from dream_trainer.trainer.event_table import event_table, notify
 from dream_trainer.trainer.hooks import MixinHooks
 from dream_trainer.trainer.registry import Scheduler
 from dream_trainer.trainer.run_record import RunRecorder
-from dream_trainer.trainer.runtime import Runtime, build_runtime
+from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.trainer.session import Limits, close, set_limits
 from dream_trainer.trainer.user_class import check_assignment, check_trainer
 
@@ -74,7 +73,7 @@ class AbstractTrainer(MixinHooks):
         super().__init__(*args, **kwargs)
         check_trainer(type(self), config)
         self.config = config
-        runtime = vars(self)["_runtime"] = build_runtime(self, config)  # cannot be assigned
+        runtime = vars(self)["_runtime"] = Runtime(self, config)  # cannot be assigned
         hold(config, runtime)
         config.callbacks.use_defaults(make() for make in self._default_callbacks)
         runtime.recorder = RunRecorder(runtime)
@@ -425,10 +424,6 @@ class AbstractTrainer(MixinHooks):
     def _notify(self, event: str, *args: Any) -> None:
         notify(self._runtime, event, *args)
 
-    @property
-    def _records(self) -> Records:
-        return self._runtime.records
-
     def _wrap_step(self, step: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         return under_autocast(super()._wrap_step(step), self.config.device_parameters, self.world.device)
 
@@ -498,9 +493,8 @@ class AccumulationWindow:
             left_out: Called with each optimizer whose step the host skips since its gradients are not finite, while
                 they still exist; `post_optimizer_step` is not called then.
         """
-        accumulation = self._runtime.accumulation
-        if accumulation.losses is None:
-            accumulation.losses = []
+        if self._runtime.accumulation.losses is None:
+            self._runtime.accumulation.losses = []
         self.watch_skipped(left_out)
 
     def watch_skipped(self, left_out: Callable[[Optimizer], None]) -> None:

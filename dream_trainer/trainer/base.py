@@ -48,7 +48,7 @@ from dream_trainer.trainer.counters import UnfinishedWork
 from dream_trainer.trainer.data_setup import follow_train_dataloader
 from dream_trainer.trainer.event_table import anyone_listens, describe, listening_callbacks, tell_end
 from dream_trainer.trainer.runtime import Runtime
-from dream_trainer.trainer.session import ending_with_the_epoch, failing_for_all, go_on, leave, start
+from dream_trainer.trainer.session import ending_with_the_epoch, failing_for_all, go_on, start
 from dream_trainer.trainer.step.nonfinite import RetryWindow
 from dream_trainer.trainer.validation import validate
 
@@ -210,8 +210,9 @@ class BaseTrainer(AbstractTrainer):
             self._runtime.accumulation.wait_for_last(optimizers)
             return None
         schedulers = () if scheduler is None else scheduler if isinstance(scheduler, list | tuple) else (scheduler,)
-        with self._outside_forward():
-            return self._runtime.optimizer_step.step(model, optimizers, schedulers)
+        optimizer_step = self._runtime.optimizer_step
+        with self._outside_forward(), optimizer_step.context:
+            return optimizer_step.step(model, optimizers, schedulers)
 
     def reduce_gradients(self, *optimizers: Optimizer) -> None:
         """Makes `p.grad` the gradient of the global batch now, for code that reads or changes it before `step`.
@@ -241,7 +242,14 @@ class BaseTrainer(AbstractTrainer):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, *_: object) -> None:
-        leave(self._runtime, kind, exc)
+        world = self._runtime.launched
+        if kind is None:
+            self.close()
+        elif world is not None and world.world_size > 1 and isinstance(exc, Exception):
+            world.fail_unless_all_do(exc)
+        elif world is not None and world.world_size == 1:
+            self._runtime.session.has_failed |= issubclass(kind, Exception)
+            self.close()
 
     # -- the loop
 
@@ -468,12 +476,10 @@ class BaseTrainer(AbstractTrainer):
             runtime.state.is_sanity_validation = False
 
     def _is_done(self) -> bool:
-        runtime = self._runtime
-        return runtime.coordinator.stopped or runtime.schedule.is_finished()
+        return self._runtime.coordinator.stopped or self._runtime.schedule.is_finished()
 
 
 def _several(model: Any, optimizers: Any) -> tuple[Optimizer, ...]:
-    """The optimizers that `step` was given; raises StepError if it was given something else."""
     if isinstance(model, Optimizer) or not isinstance(optimizers, list | tuple):
         raise StepError(
             f"step() was called with ({type(model).__name__}, {type(optimizers).__name__}). Call "
@@ -503,8 +509,7 @@ def next_window(runtime: Runtime) -> Window | None:
     state.samples, state.tokens = flags.samples, flags.tokens
     if flags.short:
         feed.agree()
-        counts = torch.tensor(_count(runtime, feed.window))
-        state.samples, state.tokens = runtime.world.all_reduce(counts).tolist()
+        state.samples, state.tokens = runtime.world.all_reduce(torch.tensor(_count(runtime, feed.window))).tolist()
     window = feed.take()
     if window is not None and window.samples is not None:
         state.samples = window.samples
@@ -527,7 +532,8 @@ def _save_if_due(runtime: Runtime, *, stepped: bool = False, epoch_ended: bool =
 
 
 def _count(runtime: Runtime, window: Window | None) -> tuple[int, int]:
-    count = runtime.data.count
+    """This rank's samples of a window, 0 if those of all ranks are known, and its tokens, where it counts them."""
+    count, hooks, tokens = runtime.data.count, runtime.hooks, 0
     if window is None:
         sizes: list[int] = []
     elif count.own is not None:  # as the user counts them
@@ -536,26 +542,19 @@ def _count(runtime: Runtime, window: Window | None) -> tuple[int, int]:
         assert window.sizes is not None  # a trainer's stream counts
         sizes = window.sizes
     runtime.window.sizes = sizes
-    if not runtime.world.counts_samples:
+    if window is None or not runtime.world.counts_samples:
         return 0, 0
-    is_known = window is not None and window.samples is not None  # of all ranks
-    return 0 if is_known else sum(sizes), _tokens(runtime, window)
-
-
-def _tokens(runtime: Runtime, window: Window | None) -> int:
-    """Tokens of a window on this rank; 0 where its batches do not tell."""
-    total, hooks = 0, runtime.hooks
-    for batch in () if window is None else window.batches:
-        tokens = hooks.batch_tokens(batch)
-        if tokens is not None:
-            total += whole_number(tokens, f"{type(hooks).__name__}.batch_tokens", batch)
+    for batch in window.batches:
+        of_batch = hooks.batch_tokens(batch)
+        if of_batch is not None:
+            tokens += whole_number(of_batch, f"{type(hooks).__name__}.batch_tokens", batch)
         elif runtime.schedule.max_tokens < math.inf:
             raise DataError(
                 f"max_tokens={runtime.schedule.max_tokens}, and batch_tokens gives None for a batch of type "
                 f"{type(batch).__name__}: it has no documents, attention_mask or labels on the host. Override "
                 "batch_tokens(batch) in your trainer."
             )
-    return total
+    return sum(sizes) if window.samples is None else 0, tokens
 
 
 def exit_status(runtime: Runtime) -> int:

@@ -62,18 +62,14 @@ class Counters:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        values = dict(state)
-        self.data = DataPosition(**values.pop("data"))
-        owed = values.pop("owed", None)
-        self.owed = None if owed is None else UnfinishedWork(**owed)
-        for name, value in values.items():
+        owed = state.get("owed")
+        parts = {"data": DataPosition(**state["data"]), "owed": None if owed is None else UnfinishedWork(**owed)}
+        for name, value in (state | parts).items():
             setattr(self, name, value)
 
 
 @dataclass(slots=True)
 class BestValues:
-    """The best values so far of the validation metrics whose best is kept."""
-
     values: dict[str, float] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)  # where they were reached
 

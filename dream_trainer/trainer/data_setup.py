@@ -31,17 +31,17 @@ def connect_data(runtime: Runtime) -> None:
     runtime.state.train_dataloader, val = loaders
     if runtime.state.train_dataloader is None:
         raise DataError("configure_dataloaders returned None for the training loader. Return an iterable of batches.")
-    parameters, world = runtime.config.training_parameters, runtime.world
-    batch_size = loader_batch_size(runtime.state.train_dataloader)
-    if parameters.global_batch_size is not None and isinstance(runtime.state.train_dataloader, AlternatingLoaders):
-        sizes = {name: loader_batch_size(one) for name, one in runtime.state.train_dataloader.loaders.items()}
+    parameters, world, state = runtime.config.training_parameters, runtime.world, runtime.state
+    batch_size = loader_batch_size(state.train_dataloader)
+    if parameters.global_batch_size is not None and isinstance(state.train_dataloader, AlternatingLoaders):
+        sizes = {name: loader_batch_size(one) for name, one in state.train_dataloader.loaders.items()}
         if len(set(sizes.values())) > 1:
             raise DataError(
                 f"global_batch_size derives one accumulation, and the batch sizes of the loaders differ: {sizes}. Use "
                 "one batch size, or set gradient_accumulation_steps instead."
             )
     size = parameters.train_batch_size
-    runtime.state.accumulation_steps = accumulation_steps(parameters, batch_size or size, world.dp_size)
+    state.accumulation_steps = accumulation_steps(parameters, batch_size or size, world.dp_size)
     # The user did not ask for the default, so no message says that the loader ignores it.
     is_set = size != TrainingParameters.train_batch_size
     if is_set and batch_size not in (None, size) and parameters.global_batch_size is None:
@@ -49,25 +49,22 @@ def connect_data(runtime: Runtime) -> None:
         runtime.warn_once("batch_size", f"the training loader's batch size {batch_size} counts, not {unused}.")
     own_count = None if type(runtime.hooks).batch_size is Hooks.batch_size else runtime.hooks.batch_size
     runtime.data.count = SampleCount(own_count, partial(runtime.warn_once, "samples of a batch"))
-    stream = _open_stream(runtime)
-    runtime.data.feed = WindowFeed(stream, world, runtime.state.accumulation_steps)
+    runtime.data.feed = WindowFeed(_open_stream(runtime), world, state.accumulation_steps)
     runtime.data.copy_stream = copy_stream(world.device)
-    runtime.state.val_dataloaders = _named_validation_loaders(runtime, val)
-    runtime.data.validation = {
-        name: batches_to_validate(runtime, loader) for name, loader in runtime.state.val_dataloaders.items()
-    }
+    state.val_dataloaders = _named_validation_loaders(runtime, val)
+    loaders_with_names = state.val_dataloaders.items()
+    runtime.data.validation = {name: batches_to_validate(runtime, loader) for name, loader in loaders_with_names}
     refuse_one_order_for_both(runtime)
     steps_per_pass, steps_per_epoch = agree_on_data(runtime), runtime.schedule.epoch_steps
-    runtime.state.steps_per_epoch = steps_per_pass if steps_per_epoch is None else steps_per_epoch
-    runtime.state.total_steps = planned_steps(runtime)
+    state.steps_per_epoch = steps_per_pass if steps_per_epoch is None else steps_per_epoch
+    state.total_steps = planned_steps(runtime)
 
 
 def follow_train_dataloader(runtime: Runtime) -> None:
     """Uses the loader that was assigned to `train_dataloader` since, if any, from the next pass on; a collective."""
     progress, world = runtime.progress, runtime.world
     is_new = runtime.state.train_dataloader is not runtime.data.loader
-    if world.world_size > 1:
-        refuse_differences(world, {"train_dataloader assigned": is_new}, "Assign it on every rank.")
+    refuse_differences(world, {"train_dataloader assigned": is_new}, "Assign it on every rank.")
     if not is_new:
         if progress.loader_was_replaced and not runtime.data.was_replaced:
             raise DataError(
@@ -122,9 +119,8 @@ def _stream(runtime: Runtime, loader: Any, count: SampleCount | None = None) -> 
         told = error
     messages = world.all_gather_object(None if told is None else str(told))
     if stream is None or any(messages):
-        alike = len(set(messages)) == 1
         text = "; ".join(f"rank {rank}: {message}" for rank, message in enumerate(messages) if message)
-        raise DataError(messages[0] if alike else text) from told
+        raise DataError(messages[0] if len(set(messages)) == 1 else text) from told
     return stream
 
 
@@ -157,9 +153,8 @@ def _named_validation_loaders(runtime: Runtime, val: Any) -> dict[str, Any]:
     has_step = type(runtime.hooks).validation_step is not Hooks.validation_step
     loaders = {} if val is None else dict(val) if isinstance(val, Mapping) else {"": val}
     if has_step and not loaders:
-        runtime.warn_once(
-            "no-val", "validation_step is never called: configure_dataloaders returned no validation loader."
-        )
+        unused = "validation_step is never called: configure_dataloaders returned no validation loader."
+        runtime.warn_once("no-val", unused)
     if loaders and not has_step:
         raise HookError(
             "configure_dataloaders returned a validation loader, but validation_step is not overridden. "

@@ -108,7 +108,6 @@ def event_table(runtime: Runtime, *, is_main: bool) -> Mapping[str, tuple[Listen
 
 
 def describe(runtime: Runtime) -> str:
-    """Markdown of the trainer's setup order and event table; works before launch."""
     cls = type(runtime.hooks).__name__
     stages = runtime.hooks._setup_stages() or [("setup", f"{cls} sets itself up")]
     lines = [f"# {cls}", "", "## Setup order", "", "| # | Stage | Why here |", "| --- | --- | --- |"]

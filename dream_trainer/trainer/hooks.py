@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from dream_trainer.config.checkpoint_parameters import Mode
@@ -17,16 +18,12 @@ from dream_trainer.data.sample_count import SampleCount, count_tokens
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import HookError
 from dream_trainer.events.collection import BaseCallback
-from dream_trainer.loggers.buffer import Records, Reduction
+from dream_trainer.loggers.buffer import Reduction
+from dream_trainer.loggers.media import MediaLog
 from dream_trainer.nested import to_device
 from dream_trainer.parallel.axis import Parallelism
+from dream_trainer.parallel.joined_buffers import BufferPolicy
 from dream_trainer.parallel.sharding import repeated_blocks
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from dream_trainer.loggers.media import MediaLog
-    from dream_trainer.parallel.joined_buffers import BufferPolicy
 
 
 class Hooks:
@@ -279,33 +276,22 @@ _NO_VALUE: Any = object()  # an argument that was not given
 class MixinHooks(Hooks):
     """The methods that mixins override."""
 
-    # Mixins and BaseTrainer name the hooks they cannot do without, and the config class that carries their field.
-    _required_hooks: ClassVar[dict[str, str]] = {}
-    _config_class: ClassVar[type | None] = None
-    # Whether parameters and gradients are kept equal over ranks (SetupMixin) and whether "auto" shards them
-    # (FSDPMixin).
-    _keeps_ranks_equal: ClassVar[bool] = False
-    _shards_parameters: ClassVar[bool] = False
-    # The way to divide work, or to change modules, that a mixin brings.
-    _parallelism: ClassVar[Parallelism | None] = None
+    _required_hooks: ClassVar[dict[str, str]] = {}  # the hooks that it cannot do without, and why
+    _config_class: ClassVar[type | None] = None  # which carries its field
+    _keeps_ranks_equal: ClassVar[bool] = False  # whether parameters and gradients are kept so over ranks (SetupMixin)
+    _shards_parameters: ClassVar[bool] = False  # whether "auto" shards parameters (FSDPMixin)
+    _parallelism: ClassVar[Parallelism | None] = None  # the way to divide work, or to change modules, that it brings
     # The callbacks that run unless `CallbackCollection(defaults=...)` says otherwise.
     _default_callbacks: ClassVar[Sequence[type[BaseCallback]]] = ()
-    # Whether the run can be saved, at any time (CheckpointMixin).
-    _saves_checkpoints: ClassVar[bool] = False
+    _saves_checkpoints: ClassVar[bool] = False  # whether the run can be saved, at any time (CheckpointMixin)
 
     # The trainer's own.
+    _runtime: Any  # its Runtime
+    changing_weights: Callable[[], AbstractContextManager[None]]
     warn_once: Callable[[str, str], None]
     backward: Callable[..., None]
     close: Callable[[], None]
     settle: Callable[[], None]
-
-    if TYPE_CHECKING:
-
-        @property
-        def _records(self) -> Records: ...
-
-        @property
-        def training(self) -> bool: ...
 
     def _setup_stages(self) -> list[tuple[str, str]]:
         """The setup order as (stage, reason) pairs, for `describe`."""
@@ -381,7 +367,7 @@ class MixinHooks(Hooks):
             StepError: As `backward` does; or stages cannot do what is asked for.
         """
         loss = loss_fn(model(*inputs), targets)
-        if self.training and torch.is_grad_enabled():
+        if self._runtime.state.training and torch.is_grad_enabled():
             self.backward(loss, weight=weight(targets) if callable(weight) else weight, model=model)
         return loss
 
@@ -414,7 +400,7 @@ class MixinHooks(Hooks):
             TypeError: The value is not a scalar, or both a dict and a value are given.
             ValueError: The name belongs to the stamp of a line, or had another reduction before.
         """
-        if self._records.media is None:
+        if self._runtime.records.media is None:
             self._media_log("log")  # warns
         elif isinstance(name, Mapping):
             if value is not _NO_VALUE:
@@ -423,7 +409,7 @@ class MixinHooks(Hooks):
         elif value is _NO_VALUE:
             raise TypeError(f"log({name!r}) has no value. Log a number or a tensor of one element under that name.")
         elif value is not None:
-            self._records.current.add(name, value, weight, reduce)
+            self._runtime.records.current.add(name, value, weight, reduce)
 
     def log_dict(
         self, values: Mapping[str, Any], *, weight: Tensor | float | None = None, reduce: Reduction = "mean"
@@ -431,8 +417,7 @@ class MixinHooks(Hooks):
         """Logs several values, nested dicts under `outer/inner`, as `log` does with a dict."""
         for name, value in values.items():
             if isinstance(value, Mapping):
-                inner = {f"{name}/{key}": item for key, item in value.items()}
-                self.log_dict(inner, weight=weight, reduce=reduce)
+                self.log_dict({f"{name}/{key}": item for key, item in value.items()}, weight=weight, reduce=reduce)
             else:
                 self.log(name, value, weight=weight, reduce=reduce)
 
@@ -515,6 +500,7 @@ class MixinHooks(Hooks):
 
     def _media_log(self, method: str) -> MediaLog | None:
         """Where media go; None, with a warning for each method, if there is no log."""
-        if self._records.media is None:
+        media: MediaLog | None = self._runtime.records.media
+        if media is None:
             self.warn_once(method, f"{type(self).__name__}.{method} does nothing: the trainer has no LoggerMixin.")
-        return self._records.media
+        return media

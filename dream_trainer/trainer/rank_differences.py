@@ -31,10 +31,7 @@ _IN_ONE_ORDER = (
 )
 
 _DIFFERENT_BUFFERS = "buffers of ranks"
-
-# Ranks may add up in other orders, in float32.
-_ROUNDING = 1e-5
-
+_ROUNDING = 1e-5  # ranks may add up in other orders, in float32
 # Which implementation runs is chosen by the machine.
 _NOT_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 
@@ -146,7 +143,10 @@ def _refuse_other_samples(
 
 def refuse_different_optimizers(runtime: Runtime) -> None:
     """Compares optimizers, their options and the order of their parameters, and schedulers; a collective."""
+    models = runtime.registry.models().items()
+    names = {id(p): path for name, model in models for path, p in model.named_parameters(name)}
     facts: dict[str, Any] = {"total_steps": runtime.state.total_steps}
+    order: dict[str, str] = {}
     for name, optimizer in runtime.registry.optimizers().items():
         facts[f"optimizer {name!r}: class"] = type(optimizer).__name__
         for index, group in enumerate(optimizer.param_groups):
@@ -154,6 +154,8 @@ def refuse_different_optimizers(runtime: Runtime) -> None:
             for key, value in group.items():
                 if key not in _NOT_OPTIONS:
                     facts |= plain_facts(f"{prefix}: {key}", _number(value))
+            of_group = enumerate(group["params"])
+            order |= {f"{prefix}, parameter {place}": names.get(id(p), "of no model") for place, p in of_group}
     for name, scheduler in runtime.registry.schedulers().items():
         facts[f"scheduler {name!r}: class"] = type(scheduler).__name__
         for key, value in scheduler.state_dict().items():
@@ -162,17 +164,6 @@ def refuse_different_optimizers(runtime: Runtime) -> None:
     if runtime.world.stages > 1:
         advice += " Stages need the same groups in the same order, if with other parameters."
     refuse_differences(runtime.world, facts, advice)
-    names = {
-        id(parameter): f"{name}.{path}"
-        for name, model in runtime.registry.models().items()
-        for path, parameter in model.named_parameters()
-    }
-    order = {
-        f"optimizer {name!r}, group {number}, parameter {index}": names.get(id(parameter), "of no model")
-        for name, optimizer in runtime.registry.optimizers().items()
-        for number, group in enumerate(optimizer.param_groups)
-        for index, parameter in enumerate(group["params"])
-    }
     refuse_differences(runtime.world, order, _IN_ONE_ORDER, among=runtime.world.stage_rank)
 
 

@@ -54,8 +54,7 @@ class Registry:
         torchmetrics = sys.modules.get("torchmetrics")
         if torchmetrics is None:
             return {}
-        kinds = (torchmetrics.Metric, torchmetrics.MetricCollection)
-        return self._named_by_type(kinds, also_private=also_private)
+        return self._named_by_type((torchmetrics.Metric, torchmetrics.MetricCollection), also_private=also_private)
 
     def optimizers_of(self, model: nn.Module) -> list[Optimizer]:
         parameters = {id(parameter) for parameter in model.parameters()}

@@ -166,8 +166,7 @@ def naming_what_changed(manifest: Manifest, runtime: Runtime) -> Iterator[None]:
 
 def refuse_other_run(runtime: Runtime, shared: dict[str, Any], path: Path, *, is_own: bool) -> None:
     """Raises CheckpointError for a checkpoint of another seed or global batch; `is_own` if the run itself wrote it."""
-    of_this_run = {"seed": runtime.config.seed, "global_batch_size": global_batch_size(runtime)}
-    for name, value in of_this_run.items():
+    for name, value in (("seed", runtime.config.seed), ("global_batch_size", global_batch_size(runtime))):
         if shared[name] != value:
             other_way = 'let this run start its own data: branch=BranchParameters(data="new").'
             if is_own:

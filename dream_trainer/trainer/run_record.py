@@ -81,8 +81,7 @@ def read_record(run_dir: Path) -> RunRecord | None:
     """The record of a run; None if there is none, or none that can be read."""
     try:
         found = json.loads((run_dir / RECORD_NAME).read_text())
-        known = {part.name for part in fields(RunRecord)}
-        record = RunRecord(**{name: value for name, value in found.items() if name in known})
+        record = RunRecord(**{part.name: found[part.name] for part in fields(RunRecord) if part.name in found})
         record.metrics = {name: float(value) for name, value in record.metrics.items()}
         record.best = {
             name: {"value": float(best["value"]), "step": int(best["step"]), "mode": str(best["mode"])}
@@ -201,7 +200,6 @@ def _follow_log(record: RunRecord, file: Path) -> dict[str, dict[str, Any]]:
 # -- RunRecorder: keeps `config.json` and `run.json` in the run's directory, whatever the trainer's mixins and loggers.
 # Nothing here is worth a run: a failed write is one warning.
 
-
 WORTH_TELLING = 60.0  # seconds: a shorter run is mostly its start
 LONGEST_ERROR = 20_000  # characters of an exception, with its calls, that are kept
 
@@ -213,7 +211,7 @@ class RunRecorder:
         self._runtime = runtime
         self._record: RunRecord | None = None
         self._made = time.time()
-        self._is_first_here = not RunRecorder._made_here
+        self._began = self._made if RunRecorder._made_here else process_began()
         RunRecorder._made_here = True
         self._times: list[dict[str, Any]] = []  # of the starts before this one
         self._start: Start | None = None
@@ -230,8 +228,14 @@ class RunRecorder:
 
     def _is_set_up(self) -> None:
         runtime = self._runtime
-        self._times = _times_so_far(runtime.run_dir)  # a resume drops the end of the log
-        if runtime.coordinator.trains and read_record(runtime.run_dir) is None:
+        record = read_record(runtime.run_dir)
+        if record is not None and record.times:
+            # The last start may have died and only left lines in the log, whose end a resume drops.
+            last = Start.of(record.times[-1])
+            _follow_log(record, runtime.run_dir / LOG_NAME)
+            last.seen, last.last_step = max(last.seen, record.seen), max(last.last_step, record.step)
+            self._times = [*record.times[:-1], asdict(last)]
+        if runtime.coordinator.trains and record is None:
             self._is_new = not (runtime.run_dir / CONFIG_NAME).exists()
             self._write_config()  # of a run that was there before, only once it has resumed
 
@@ -260,9 +264,8 @@ class RunRecorder:
             code=code,
         )
         if self._start is None:
-            began = process_began() if self._is_first_here else self._made
             step = runtime.progress.global_step
-            self._start = Start(began=began, trained_from=now, seen=now, first_step=step, last_step=step)
+            self._start = Start(began=self._began, trained_from=now, seen=now, first_step=step, last_step=step)
         changed = sorted(path for path in code.keys() & before.code.keys() if code[path] != before.code[path])
         if changed and is_new_process and (step := runtime.progress.global_step) > 0:
             said = f"the run resumes at step {step} with other code than its last start: {listed(changed, 5)}."
@@ -313,8 +316,7 @@ class RunRecorder:
 
     def _has_ended(self) -> None:
         self._ends()
-        runtime = self._runtime
-        if runtime.log is None or "console" not in runtime.config.logger_parameters.loggers:
+        if self._runtime.log is None or "console" not in self._runtime.config.logger_parameters.loggers:
             return
         if self._record is not None and (told := receipt(self._record.times)) and told.total >= WORTH_TELLING:
             show(told.words())
@@ -324,9 +326,8 @@ class RunRecorder:
         runtime = self._runtime
         if runtime.launched is None or not runtime.coordinator.trains or isinstance(exc, SystemExit):
             return
-        is_another_jobs = not runtime.session.is_resumed and is_claimed(runtime.run_dir)  # claimed before a resume
-        if is_another_jobs or runtime.saver.is_overtaken:
-            return
+        if runtime.saver.is_overtaken or (not runtime.session.is_resumed and is_claimed(runtime.run_dir)):
+            return  # another job's: this one claims the directory before a resume
         found = read_record(runtime.run_dir)
         is_consequence = runtime.world.world_size > 1 and is_lost_connection(exc)
         if found is not None and found.seen >= self._made:  # of this job
@@ -385,17 +386,6 @@ class RunRecorder:
             yield
         except (OSError, ConfigError) as error:
             self._runtime.warn_once("run record", f"the run's record of itself is not written: {in_a_line(error)}")
-
-
-def _times_so_far(run_dir: Path) -> list[dict[str, Any]]:
-    """Times of the run's earlier starts; the last one may have died and only left lines in the log."""
-    record = read_record(run_dir)
-    if record is None or not record.times:
-        return []
-    last = Start.of(record.times[-1])
-    _follow_log(record, run_dir / LOG_NAME)
-    last.seen, last.last_step = max(last.seen, record.seen), max(last.last_step, record.step)
-    return [*record.times[:-1], asdict(last)]
 
 
 def _gone(world_size: int) -> dict[int, str]:

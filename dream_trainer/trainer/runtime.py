@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
+from torch import Tensor, nn
 
 from dream_trainer.checkpoint.saving import Saving
 from dream_trainer.data.feed import ConnectedData
@@ -39,8 +40,6 @@ from dream_trainer.trainer.step.optimizer_step import OptimizerStep
 from dream_trainer.trainer.user_class import definers, is_ours
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
     from dream_trainer.loggers.run_log import RunLog
     from dream_trainer.parallel.context_attention import AttentionTakeover
     from dream_trainer.trainer.run_record import RunRecorder
@@ -83,7 +82,7 @@ class Coordinator:
         due, saving, save_failed = self._saver.flags()
         self.exchanges += 1
         # Not Flags(stop=...): in each step, keyword arguments would cost more than everything else here.
-        local_flags = Flags._make(
+        flags = Flags._make(
             (
                 asked.stop_reason is not None,
                 asked.terminated,
@@ -102,9 +101,8 @@ class Coordinator:
                 order * order,
             )
         )
-        flags = local_flags
         if not self._is_alone:
-            flags = exchange(self._world, local_flags)
+            flags = exchange(self._world, flags)
             if flags.order_squared * self._world.world_size != flags.order * flags.order:
                 refuse_unlike_order(self._world, self._progress.global_step)
         self._clocks = flags.clocks
@@ -199,17 +197,19 @@ class Session:
         return nullcontext() if self.watchdog is None else self.watchdog.patient()
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Runtime:
+    """Of a newly constructed trainer; parts that need ranks join at launch and setup (trainer/session.py)."""
+
     hooks: MixinHooks
     config: Any  # of the user's class, with the fields of the mixins
-    run_dir: Path  # as it was first: a closed trainer's config may be changed for the next one
-    state: State
-    progress: Counters
-    registry: Registry  # models, optimizers and so on, by the trainer's attributes
-    schedule: Schedule
-    rates: ResumedRates
-    coordinator: Coordinator
+    run_dir: Path = field(init=False)  # as it was first: a closed trainer's config may be changed for the next one
+    state: State = field(init=False)
+    progress: Counters = field(default_factory=Counters)
+    registry: Registry = field(init=False)  # models, optimizers and so on, by the trainer's attributes
+    schedule: Schedule = field(init=False)
+    rates: ResumedRates = field(init=False)
+    coordinator: Coordinator = field(init=False)
     session: Session = field(default_factory=Session)
     data: ConnectedData = field(default_factory=ConnectedData)
     window: WindowState = field(default_factory=WindowState)
@@ -235,6 +235,17 @@ class Runtime:
     workers: int | Literal["hosts"] = 1  # groups of ranks that step on their own
     takeover: AttentionTakeover | None = None  # on while a step runs whose sequences ranks share
 
+    def __post_init__(self) -> None:
+        hooks, parameters = self.hooks, self.config.training_parameters
+        self.run_dir = self.config.run_dir
+        self.state = State(parameters.gradient_accumulation_steps)
+        self.registry = Registry(vars(hooks))
+        self.schedule = Schedule(parameters, self.progress)
+        self.rates = ResumedRates(self.registry.optimizers, self.registry.schedulers, hooks.configure_schedulers)
+        self.coordinator = Coordinator(self.schedule, self.progress)
+        self.state_registry, best = StateRegistry(self), self.best
+        self.state_registry.register("evaluation", best.state_dict, best.load_state_dict, goes_with_counters=True)
+
     @property
     def world(self) -> World:
         """Raises HookError before launch."""
@@ -250,28 +261,6 @@ class Runtime:
         """Raises StepError if an accumulation window is running, whose gradients are not in any state."""
         if self.session.is_ready and self.accumulation.is_open:
             raise StepError(f"{what}() was called inside an accumulation window. Call it in post_train_step or later.")
-
-
-def build_runtime(hooks: MixinHooks, config: Any) -> Runtime:
-    """For a newly constructed trainer; parts that need ranks join at launch and setup (trainer/session.py)."""
-    progress, registry, parameters = Counters(), Registry(vars(hooks)), config.training_parameters
-    schedule = Schedule(parameters, progress)
-    runtime = Runtime(
-        hooks=hooks,
-        config=config,
-        run_dir=config.run_dir,
-        state=State(parameters.gradient_accumulation_steps),
-        progress=progress,
-        registry=registry,
-        schedule=schedule,
-        rates=ResumedRates(registry.optimizers, registry.schedulers, hooks.configure_schedulers),
-        coordinator=Coordinator(schedule, progress),
-    )
-    runtime.state_registry = StateRegistry(runtime)
-    runtime.state_registry.register(
-        "evaluation", runtime.best.state_dict, runtime.best.load_state_dict, goes_with_counters=True
-    )
-    return runtime
 
 
 def is_whole_in_steps(runtime: Runtime, model: nn.Module) -> bool:

@@ -93,7 +93,10 @@ def snapshot(
             "adapters": {name: asdict(of_one) for name, of_one in adapters.items()},
         } | (plain := runtime.state_registry.plain())
         random, tensors_of_rank = random_state(world.device)
-        metric_states, metric_tensors, unsaved = metric_state(_metrics_of_training(runtime))
+        metrics_of_training = {name: one for name, one in runtime.registry.metrics().items() if updates(one)}
+        if runtime.validation_metrics is not None:
+            metrics_of_training = runtime.validation_metrics.only_of_training(metrics_of_training)
+        metric_states, metric_tensors, unsaved = metric_state(metrics_of_training)
         if unsaved:
             runtime.warn_once("metrics", f"the state of {unsaved} is not only tensors, and is not in checkpoints.")
         rank_state = {
@@ -104,8 +107,7 @@ def snapshot(
         } | ({"optimizers": own_of_optimizers} if own_of_optimizers else {})
         tensors_of_rank |= metric_tensors
         texts = typed_json.dumps(shared).encode(), typed_json.dumps(rank_state).encode()
-        digests = _digests(runtime, plain) if world.world_size > 1 else {}
-        return *texts, tensors_of_rank, digests
+        return *texts, tensors_of_rank, _digests(runtime, plain) if world.world_size > 1 else {}
 
     step = runtime.progress.global_step
     shared, rank_state, random_tensors, digests = on_all_ranks(world, f"save step {step}", serialise)
@@ -132,12 +134,6 @@ def snapshot(
     )
 
 
-def _metrics_of_training(runtime: Runtime) -> dict[str, Any]:
-    """The metrics that training has updated on this rank."""
-    metrics = {name: metric for name, metric in runtime.registry.metrics().items() if updates(metric)}
-    return metrics if runtime.validation_metrics is None else runtime.validation_metrics.only_of_training(metrics)
-
-
 def _tensors(runtime: Runtime) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
     """Tensors for DCP, the rest of the optimizers' state, and this rank's own part of that; a collective."""
     models = runtime.registry.models()
@@ -152,9 +148,8 @@ def _tensors(runtime: Runtime) -> tuple[dict[str, Tensor], dict[str, Any], dict[
         of_ranks = runtime.world.all_gather_object(optimizers)
         optimizers = {name: of_all_stages([of_rank[name] for of_rank in of_ranks]) for name in optimizers}
     if runtime.world.workers > 1:
-        optimizers = {
-            name: values for one in runtime.world.all_gather_object(optimizers) for name, values in one.items()
-        }
+        of_ranks = runtime.world.all_gather_object(optimizers)
+        optimizers = {name: values for of_rank in of_ranks for name, values in of_rank.items()}
     return tensors | runtime.state_registry.tensors(), optimizers, own
 
 
@@ -277,8 +272,7 @@ def restore(runtime: Runtime, manifest: Manifest, form: ModelForm, begins: Branc
     if branch.counters == "keep":
         form.restore(models, model_form, world)
     same_layout = _data_layout(manifest.mesh_shape) == _data_layout(world.mesh_shape._asdict())
-    data = shared.get("data")
-    load(lambda: _restore_rank(runtime, manifest, data, branch, reshaped, same_layout=same_layout))
+    load(lambda: _restore_rank(runtime, manifest, shared.get("data"), branch, reshaped, same_layout=same_layout))
     if branch.counters == "keep":
         load(lambda: _restore_metrics(runtime, manifest, same_layout=same_layout))
 

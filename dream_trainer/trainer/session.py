@@ -53,7 +53,6 @@ def start(runtime: Runtime) -> None:
 
 
 def _launch_and_set_up(runtime: Runtime) -> None:
-    session = runtime.session
     notify(runtime, "pre_launch")
     launch(runtime)
     notify(runtime, "post_launch")
@@ -68,14 +67,14 @@ def _launch_and_set_up(runtime: Runtime) -> None:
         connect_data(runtime)
     _build_step(runtime)
     runtime.rates.note_built()
-    session.is_ready = True
+    runtime.session.is_ready = True
     runtime.hooks._finish_setup()
     timed = [callback for callback in runtime.config.callbacks if isinstance(callback, Timed)]
     runtime.coordinator.begin(runtime.world, runtime.saver, runtime.parallel.gradients, timed)
     notify(runtime, "post_setup")
     # Layers draw different numbers on each data-parallel rank; a resume replaces this by each rank's saved state.
     seed_everything(hash_seed(b"rank", runtime.config.seed, runtime.world.data_rank))
-    session.is_resumed = True
+    runtime.session.is_resumed = True
     runtime.hooks._resume()
     registry = runtime.registry
     warn_of_unloaded_bases(runtime.frozen_draws, registry.models(), registry.optimizers().values(), runtime.warn_once)
@@ -96,9 +95,8 @@ def go_on(runtime: Runtime) -> None:
     signals = runtime.coordinator.signals
     if session.has_failed or signals.broke_a_wait:
         feed, progress = runtime.data.feed, runtime.progress
-        feed.seek(
-            progress.data, feed.rank_state, is_pass_over=progress.is_pass_over, state=feed.state_at(progress.data)
-        )
+        state = feed.state_at(progress.data)
+        feed.seek(progress.data, feed.rank_state, is_pass_over=progress.is_pass_over, state=state)
     session.has_failed = signals.broke_a_wait = False
 
 
@@ -140,32 +138,18 @@ def failing_for_all(runtime: Runtime) -> Iterator[None]:
 
 def _leave_training(runtime: Runtime, exc: BaseException) -> None:
     """In a world of one: drops a window that was interrupted, and saves the last finished step."""
-    session = runtime.session
-    session.is_nonfinite |= isinstance(exc, NonFiniteError)
+    runtime.session.is_nonfinite |= isinstance(exc, NonFiniteError)
     if runtime.accumulation.is_open:
         runtime.progress.batch_idx = runtime.window.first_batch_idx
         if runtime.log is not None:
             runtime.log.window_dropped()
         runtime.accumulation.drop_window()
-    is_whole = not runtime.accumulation.is_open
-    if isinstance(exc, Exception) and is_whole and runtime.progress.global_step > 0:
+    if isinstance(exc, Exception) and not runtime.accumulation.is_open and runtime.progress.global_step > 0:
         runtime.saver.save_after_exception(runtime.progress.global_step)
-    session.is_training = False
+    runtime.session.is_training = False
 
 
 # -- ends
-
-
-def leave(runtime: Runtime, kind: type[BaseException] | None, exc: BaseException | None) -> None:
-    """The end of a `with`, which an exception may have caused."""
-    world = runtime.launched
-    if kind is None:
-        runtime.hooks.close()
-    elif world is not None and world.world_size > 1 and isinstance(exc, Exception):
-        world.fail_unless_all_do(exc)
-    elif world is not None and world.world_size == 1:
-        runtime.session.has_failed |= issubclass(kind, Exception)
-        runtime.hooks.close()
 
 
 def close(runtime: Runtime) -> None:
@@ -214,8 +198,7 @@ def launch(runtime: Runtime) -> None:
     cls = type(runtime.hooks)
     # has NCCL write down its last collectives when one times out; its groups read that as they are made
     _, local_rank, world_size = environment_ranks()
-    device = runtime.config.device_parameters.device
-    if world_size > 1 and choose_device(device, local_rank).type == "cuda":
+    if world_size > 1 and choose_device(runtime.config.device_parameters.device, local_rank).type == "cuda":
         enable_flight_recorder(runtime.run_dir / "flight_recorder")
     world = runtime.hooks._join_world(runtime.config.device_parameters, runtime.workers)
     runtime.launched = world
@@ -224,11 +207,11 @@ def launch(runtime: Runtime) -> None:
             f"{cls.__name__} runs on {world.world_size} ranks, but nothing in it keeps them equal. "
             "Add SetupMixin to the trainer (and SetupConfigMixin to its config), or start one process."
         )
+    reference = weakref.ref(runtime)
     if world.world_size == 1:
-        atexit.register(_close_if_alive, weakref.ref(runtime))
+        atexit.register(_close_if_alive, reference)
     else:
         close_at_exit(world)
-    reference = weakref.ref(runtime)
     world.tell_where(lambda: "the end" if (alive := reference()) is None else f"step {alive.progress.global_step}")
     refuse_different_configs(runtime)
     for hook, mixin in uncalled_hooks(cls):

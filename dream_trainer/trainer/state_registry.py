@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from dream_trainer.trainer.runtime import Runtime
 
 C = TypeVar("C")
-
-
 Scope = Literal["shared", "rank", "tensors"]
 CALLBACK_PREFIX = "callbacks."  # names: `callbacks.<class>.<number within the class>.<name>`
 REGISTERED_PREFIX = "registered."  # and those of `register_state` `registered.<name>.<name of the tensor>`

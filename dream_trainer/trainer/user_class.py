@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache, partial
 from itertools import pairwise
 from types import CodeType, FunctionType
@@ -55,8 +55,7 @@ def bound(instance: object, name: str, part: type) -> Callable[..., Any]:
     order = type(instance).__mro__
     index = order.index(part)
     # super() continues after the class that it is given, so it gets the one before.
-    owner: Any = instance if index == 0 else super(order[index - 1], instance)
-    method: Callable[..., Any] = getattr(owner, name)
+    method: Callable[..., Any] = getattr(instance if index == 0 else super(order[index - 1], instance), name)
     return method
 
 
@@ -86,7 +85,9 @@ def check_trainer(cls: type[MixinHooks], config: Any) -> None:
     check_config(config)
     all_of([partial(_check_config_classes, cls, config), partial(refuse_combinations, settings_of(config))])
     refuse_taken_names(cls)
-    hooks = _hooks(cls, config.callbacks)
+    of_axes = {hook for axis in parallelisms_of(cls) for hook in (axis.hook, *axis.other_hooks)}
+    hooks: dict[type, set[str]] = {cls: {*vars(Hooks), "predict_step", "configure_loggers", *of_axes}}
+    hooks |= {type(callback): {*vars(BaseCallback), *EVENTS} for callback in config.callbacks}
     for kind, names in hooks.items():
         _refuse_uncalled(kind, names)
     for part in _parts(cls):
@@ -118,15 +119,8 @@ def _check_config_classes(cls: type, config: Any) -> None:
             )
 
 
-def _hooks(cls: type[MixinHooks], callbacks: Iterable[BaseCallback]) -> dict[type, set[str]]:
-    of_axes = {hook for axis in parallelisms_of(cls) for hook in (axis.hook, *axis.other_hooks)}
-    hooks: dict[type, set[str]] = {cls: {*vars(Hooks), "predict_step", "configure_loggers", *of_axes}}
-    return hooks | {type(callback): {*vars(BaseCallback), *EVENTS} for callback in callbacks}
-
-
 def _refuse_uncalled(cls: type, names: set[str]) -> None:
-    events = set(EVENTS) if issubclass(cls, Hooks) else set()
-    for name in sorted(names - events):
+    for name in sorted(names.difference(EVENTS if issubclass(cls, Hooks) else ())):
         owners = definers(cls, name)
         ours = next((index for index, part in enumerate(owners) if is_ours(part)), None)
         if name.startswith("_") or ours is None or (ours > 0 and not hands_on(owners[ours - 1], name)):
@@ -140,13 +134,9 @@ def _refuse_uncalled(cls: type, names: set[str]) -> None:
                 )
 
 
-_STATE_HOOKS = ("state_dict", "load_state_dict", "rank_state_dict", "load_rank_state_dict")
-
-
 def _refuse_lost_state(cls: type) -> None:
-    for name in _STATE_HOOKS:
-        owners = [part for part in definers(cls, name) if not is_ours(part)]
-        for part, lost in pairwise(owners):
+    for name in ("state_dict", "load_state_dict", "rank_state_dict", "load_rank_state_dict"):
+        for part, lost in pairwise(part for part in definers(cls, name) if not is_ours(part)):
             if not hands_on(part, name):
                 raise HookError(
                     f"{part.__name__}.{name} and {lost.__name__}.{name} are both defined, and only the first is "
@@ -250,8 +240,7 @@ def refuse_taken_names(cls: type) -> None:
 
 def _refuse_if_taken(cls: type, part: type, name: str, value: Any) -> None:
     ours = [owner for owner in definers(cls, name) if is_ours(owner)]
-    is_special = name.startswith("__") and name.endswith("__")
-    if not ours or is_special or name in _DECLARATIONS:
+    if not ours or (name.startswith("__") and name.endswith("__")) or name in _DECLARATIONS:
         return
     if not name.startswith("_"):
         is_method = callable(written(value)) and callable(vars(ours[-1])[name])
@@ -272,7 +261,7 @@ def check_assignment(trainer: MixinHooks, name: str, value: Any) -> None:
     """Raises HookError if `trainer.name = value` would replace something of the framework's."""
     cls: Any = type(trainer)
     owner = names_of_ours(cls).get(name)
-    if owner is None or name in _FOLLOWED or (name in _STEPS and callable(value)):
+    if owner is None or name == "train_dataloader" or (name in _STEPS and callable(value)):
         return
     if name != "config" or vars(trainer).get(name, value) is not value:
         raise _taken(f"self.{name} of {type(trainer).__name__}", name, owner)
@@ -296,10 +285,7 @@ def _taken(theirs: str, name: str, ours: type) -> HookError:
     )
 
 
-# The framework's own attributes of a trainer.
-_ATTRIBUTES = ("config", "_runtime")
-# Assigned by users and followed: new data for the next epoch.
-_FOLLOWED = frozenset({"train_dataloader"})
+_ATTRIBUTES = ("config", "_runtime")  # the framework's own, of a trainer
 
 _ADVICE = {
     "train_dataloader": "Return the loaders from configure_dataloaders(): (train, val).",

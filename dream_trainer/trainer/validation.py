@@ -150,8 +150,7 @@ def in_step(
             fresh = coordinator.signals.wait_for_data(fetch) if hears_signals else fetch()
         if not coordinator.go_on(has_batch=fresh is not _NOTHING, hears_signals=hears_signals):
             if count == 0 and max_batches != 0:
-                is_prediction = isinstance(runtime.records.current, NoRecord)
-                purpose = "loader to predict" if is_prediction else "validation loader"
+                purpose = "loader to predict" if isinstance(runtime.records.current, NoRecord) else "validation loader"
                 loader = f"{purpose} {runtime.state.val_name!r}" if runtime.state.val_name else purpose
                 runtime.warn_once(
                     f"no batch: {loader}",

@@ -34,10 +34,9 @@ class ActivationCheckpointingMixin(AbstractTrainer):
         trained = set(self._runtime.registry.trainable_models())
         blocks_of = {name: self.model_blocks(model) for name, model in self.named_models().items() if model in trained}
         if blocks_of and not any(blocks_of.values()):
-            without = " and ".join(map(repr, blocks_of))
             raise ConfigError(
-                f"model {without} has no repeated blocks to checkpoint. Override model_blocks to name its parts, or "
-                "apply_activation_checkpointing to choose modules by hand."
+                f"model {' and '.join(map(repr, blocks_of))} has no repeated blocks to checkpoint. Override "
+                "model_blocks to name its parts, or apply_activation_checkpointing to choose modules by hand."
             )
         for name, blocks in blocks_of.items():
             names = {part: f"{name}.{place}" for place, part in self.named_models()[name].named_modules()}

@@ -75,11 +75,10 @@ class CheckpointMixin(AbstractTrainer):
         return [found[step] for step in sorted(found)]
 
     def _elsewhere(self) -> Path | None:
-        parameters: CheckpointParameters = self._runtime.config.checkpoint_parameters
-        config = self.config
-        if parameters.directory is None:
+        directory, config = self._runtime.config.checkpoint_parameters.directory, self.config
+        if directory is None:
             return None
-        return as_path(parameters.directory).expanduser() / config.project / config.group / config.experiment
+        return as_path(directory).expanduser() / config.project / config.group / config.experiment
 
     def _checkpoints_root(self) -> Path:
         elsewhere = self._elsewhere()
@@ -229,11 +228,8 @@ class CheckpointMixin(AbstractTrainer):
         self._runtime.refuse_inside_window("export")
         models = self.named_models()
         name = choose_model(models, model)
-        of_weights = (
-            self._runtime.rounds.as_one_model()
-            if weights == "model"
-            else averages_to_export(self.callbacks, weights, name)
-        )
+        as_one = self._runtime.rounds.as_one_model()
+        of_weights = as_one if weights == "model" else averages_to_export(self.callbacks, weights, name)
         with self._runtime.parallel.as_shards(), of_weights:
             self._runtime.parallel.reshard()
             return export_model(
@@ -258,7 +254,6 @@ class CheckpointMixin(AbstractTrainer):
         if parameters.best_metric is not None:
             refuse_other_places(parameters.best_metric, self._runtime.data.validation, named_by="best_metric")
         elsewhere = self._elsewhere()
-        copies = HostCopies(self.world.device) if parameters.async_save else None
         beside = self.world.beside()
         self.__form = ModelForm()
         frozen = None if parameters.save_frozen else FrozenWeights(self.named_models(), self.world)
@@ -268,7 +263,7 @@ class CheckpointMixin(AbstractTrainer):
             self.world,
             self.checkpoint_dir,
             beside,
-            copies,
+            HostCopies(self.world.device) if parameters.async_save else None,
             settle=partial(_settled, self._runtime),
             snapshot=partial(saved_state.snapshot, self._runtime, self.__form, frozen),
             tensors=partial(saved_state.tensors_to_save, self._runtime, frozen),
@@ -338,14 +333,13 @@ class CheckpointMixin(AbstractTrainer):
 
     def _resumes_locally(self, newest: Manifest) -> bool:
         """Loads the state after `newest` from the hosts if every host has its ranks' part; returns whether it did."""
-        world = self.world
         found = self._runtime.saver.local.find(newest)
         if found is None:
             return False
         try:
-            self._load(verify_checkpoint(found.path, world=world, shards=False), newest=newest)
+            self._load(verify_checkpoint(found.path, world=self.world, shards=False), newest=newest)
         except CheckpointError as error:
-            if world.is_main:
+            if self.world.is_main:
                 logger.warning("a local checkpoint is not used, and %s is read: %s", newest.path.parent, error)
             return False
         return True
@@ -365,20 +359,17 @@ class CheckpointMixin(AbstractTrainer):
         """`newest` is the run's newest checkpoint if `manifest` belongs to a host-local checkpoint."""
         is_own = newest is not None or manifest.path.parent.resolve() == self._checkpoints_root().resolve()
         saved_state.restore(self._runtime, manifest, self.__form, None if is_own else branch)
-        self._runtime.parent = manifest.parent
-        if not is_own:
-            path, words = str(absolute(manifest.path)), dict(vars(branch))
-            self._runtime.parent = {"checkpoint": path, "step": manifest.step, "words": words}
-        metrics = manifest.metrics if branch.counters == "keep" else {}
+        path = self._runtime.resumed_from = str(absolute(manifest.path))
+        begins = {"checkpoint": path, "step": manifest.step, "words": dict(vars(branch))}
+        self._runtime.parent = manifest.parent if is_own else begins
         self._runtime.saver.goes_on_from(
             self.global_step,
-            metrics,
+            manifest.metrics if branch.counters == "keep" else {},
             is_own=is_own,
             has_pending_work=self.progress.owed is not None,
             is_local=newest is not None and newest.step != manifest.step,
         )
         self._runtime.saver.local.loaded(manifest, is_own=is_own)
-        self._runtime.resumed_from = str(absolute(manifest.path))
         if self.world.is_main:
             logger.info("resumed from %s at step %d", manifest.path, self.global_step)
             if changed := changed_fields(manifest, self._runtime.config):
@@ -396,8 +387,6 @@ class CheckpointMixin(AbstractTrainer):
             ended = self._runtime.coordinator
             if ended.trains and ended.ended_by is None and not self._runtime.session.has_failed:
                 self._runtime.saver.local.clear()
-
-    # -- state
 
     def _best_modes(self) -> dict[str, Mode]:
         parameters = self.__parameters()
@@ -417,17 +406,17 @@ def load_initial_weights(models: Mapping[str, nn.Module], parameters: Checkpoint
     if parameters.init_from is None:
         return
     path = as_path(parameters.init_from)
-    if len(models) > 1 and not (path / MANIFEST_NAME).exists():
-        raise ConfigError(
-            f"init_from={parameters.init_from!r} does not say which of the models {sorted(models)} it is for. "
-            "Call load_weights for each in load_pretrained."
-        )
     if (path / MANIFEST_NAME).exists():  # models may have adapters both here and there
         saved = on_all_ranks(world, f"load {path}", lambda: read_shared(path)).get("adapters", {})
         if len(models) == len(saved) == 1:  # a single adapter may have another name there
             saved = dict(zip(models, saved.values(), strict=True))
         adapted = {name: model for name, model in models.items() if name in saved and adapters_of(model) is not None}
         refuse_other_adapters(path, adapted, saved, world=world)
+    elif len(models) > 1:
+        raise ConfigError(
+            f"init_from={parameters.init_from!r} does not say which of the models {sorted(models)} it is for. "
+            "Call load_weights for each in load_pretrained."
+        )
     for name, model in models.items():
         load_weights(
             model,

@@ -128,7 +128,6 @@ class SequenceCut:
         self._attention.rows, self._attention.given = 1, []
 
     def cut(self, tensor: Tensor, dim: int = 1) -> Tensor:
-        """This rank's positions of `tensor`, whose dimension `dim` is the sequence."""
         what = f"a tensor of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
         if not isinstance(tensor, Tensor) or not -tensor.ndim <= dim < tensor.ndim:
             raise HookError(

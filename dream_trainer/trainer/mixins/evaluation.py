@@ -105,9 +105,8 @@ class EvalMixin(AbstractTrainer):
             batches = batches_to_validate(self._runtime, dataloader)
             predict_step = self._wrap_step(self.predict_step)
             with validation_mode(self._runtime), self._validation_context(), self._runtime.parallel.whole():
-                for batch_idx, (batch, is_padding) in enumerate(
-                    in_step(self._runtime, batches, None, hears_signals=False)
-                ):
+                own_batches = in_step(self._runtime, batches, None, hears_signals=False)
+                for batch_idx, (batch, is_padding) in enumerate(own_batches):
                     result = predict_step(self.move_batch(batch, self.world.device), batch_idx)
                     if not is_padding:
                         local_results.append(to_device(detach(result), torch.device("cpu")))
@@ -118,8 +117,6 @@ class EvalMixin(AbstractTrainer):
             in_order = [results[index] for index in range(longest) for results in ranks if index < len(results)]
             uneven = "predict() returns a list of batches' tensors: later dimensions differ. Pad samples to one length."
             return concatenated(in_order, lambda _: self.warn_once("uneven", uneven))
-
-    # -- around a validation and each loader
 
     def _finish_setup(self) -> None:
         super()._finish_setup()
@@ -139,8 +136,6 @@ class EvalMixin(AbstractTrainer):
     def _validation_context(self) -> Iterator[None]:
         with self.__metrics.validation(), super()._validation_context():
             yield
-
-    # -- after a validation
 
     def _validated(self, metrics: dict[str, float]) -> None:
         super()._validated(metrics)

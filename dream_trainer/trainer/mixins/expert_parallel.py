@@ -27,9 +27,7 @@ class ExpertParallelMixin(AbstractTrainer):
             HookError: There is none.
         """
         mixtures = [part for model in self.named_models().values() for part in model.modules() if isinstance(part, MoE)]
-        devices = self._runtime.config.device_parameters
-        has_whole_models = devices.pipeline_parallel == 1  # of a pipeline's stages one may have none
-        if not mixtures and has_whole_models:
+        if not mixtures and self._runtime.config.device_parameters.pipeline_parallel == 1:  # a stage may have none
             raise HookError(
                 f"expert_parallel={mesh.size()}, and no model of {type(self).__name__} has a layer of "
                 "dream_trainer.modules.MoE. Override apply_expert_parallel for others, or set expert_parallel=1."

@@ -32,7 +32,5 @@ class FSDPMixin(AbstractTrainer):
         for model in small:
             runtime.parallel.shard(model, config["mesh"], self.world.refuse_if_forbidden)
         blocks = {"reshard_after_forward": self._runtime.config.fsdp_parameters.reshard_after_forward} | config
-        for model in models:
-            if model in small:
-                continue
+        for model in (one for one in models if one not in small):
             shard_by_blocks(model, self.model_blocks(model), blocks, config, runtime.parallel.gradients.is_part)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -16,13 +15,10 @@ from dream_trainer.checkpoint.model_state import model_buffers, model_parameters
 from dream_trainer.compat.pytorch import foreach_copy_, local_tensor, local_tensors, storage_id, with_local
 from dream_trainer.config.device_parameters import LocalSGDConfigMixin, LocalSGDParameters
 from dream_trainer.config.trainer_config import BaseTrainerConfig
-from dream_trainer.distributed.world import World
 from dream_trainer.errors import ConfigError, StepError
-from dream_trainer.parallel.parallel_models import ParallelModels
 from dream_trainer.trainer.abstract import AbstractTrainer
-from dream_trainer.trainer.counters import Counters
 from dream_trainer.trainer.hooks import NoRounds
-from dream_trainer.trainer.registry import Registry, parameters_of
+from dream_trainer.trainer.registry import parameters_of
 from dream_trainer.trainer.runtime import Runtime
 from dream_trainer.trainer.step.buckets import in_buckets
 
@@ -45,14 +41,7 @@ class LocalSGDMixin(AbstractTrainer):
         super()._finish_setup()
         if self.world.workers > 1:
             _refuse_what_crosses_workers(self._runtime)
-        rounds = self._runtime.rounds = Rounds(
-            self._runtime.config.local_sgd_parameters,
-            self.world,
-            self._runtime.registry,
-            self._runtime.parallel,
-            self.progress,
-            self.changing_weights,
-        )
+        rounds = self.__rounds = self._runtime.rounds = Rounds(self._runtime)
         self._runtime.state_registry.register("local_sgd", rounds.state, rounds.load_state, goes_with_counters=True)
 
     def _resume(self) -> None:
@@ -65,24 +54,22 @@ class LocalSGDMixin(AbstractTrainer):
 
     def _window_started(self) -> None:
         super()._window_started()
-        assert isinstance(self._runtime.rounds, Rounds)  # since setup
-        self._runtime.rounds.begin_if_due()
+        self.__rounds.begin_if_due()
 
     def _window_finished(self, *, is_last: bool) -> None:
         super()._window_finished(is_last=is_last)
-        assert isinstance(self._runtime.rounds, Rounds)  # since setup
-        self._runtime.rounds.end_if_due()
-        if is_last and self._runtime.rounds.is_running and self.world.workers > 1:
+        self.__rounds.end_if_due()
+        if is_last and self.__rounds.is_running and self.world.workers > 1:
             self.warn_once(
                 "a round",
                 f"training ends at step {self.global_step}, in the middle of a round of "
-                f"{self._runtime.rounds.steps} steps. Validations, checkpoints and exports have the average of the "
+                f"{self.__rounds.steps} steps. Validations, checkpoints and exports have the average of the "
                 "workers, but the models of this process have its own worker's weights.",
             )
 
     @contextmanager
     def _validation_context(self) -> Iterator[None]:
-        with self._runtime.rounds.as_one_model(), super()._validation_context():
+        with self.__rounds.as_one_model(), super()._validation_context():
             yield
 
 
@@ -114,17 +101,10 @@ def _refuse_what_crosses_workers(runtime: Runtime) -> None:
 _START, _MOMENTUM = "local_sgd.start.", "local_sgd.momentum."
 
 
-@dataclass(eq=False)
 class Rounds(NoRounds):
-    parameters: LocalSGDParameters
-    world: World
-    registry: Registry
-    parallel: ParallelModels
-    progress: Counters
-    changing_weights: Callable[[], AbstractContextManager[None]]
-
-    def __post_init__(self) -> None:
-        parameters = self.parameters
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime, self._world, self._progress = runtime, runtime.world, runtime.progress
+        parameters: LocalSGDParameters = runtime.config.local_sgd_parameters
         self.steps = parameters.every_n_steps
         self._began_at: int | None = None
         self._start: dict[str, Tensor] = {}  # this rank's part of each tensor at the round's beginning, by its name
@@ -137,14 +117,14 @@ class Rounds(NoRounds):
     @property
     def is_running(self) -> bool:
         """Whether workers have stepped independently since their parameters were averaged."""
-        return self._began_at is not None and self.progress.global_step > self._began_at
+        return self._began_at is not None and self._progress.global_step > self._began_at
 
     @torch.no_grad()
     def begin_if_due(self) -> None:
         """A window begins; if no round is running, this is its first."""
         if self._began_at is not None:
             return
-        self._began_at = self.progress.global_step
+        self._began_at = self._progress.global_step
         averaged = self._averaged()
         self._make_room(averaged)
         foreach_copy_(list(self._start.values()), _parts(averaged))
@@ -152,7 +132,7 @@ class Rounds(NoRounds):
     @torch.no_grad()
     def end_if_due(self) -> None:
         """A window is complete; if it is a round's last, the workers are averaged; a collective then."""
-        if not self.is_running or self.progress.global_step % self.steps:
+        if not self.is_running or self._progress.global_step % self.steps:
             return
         averaged = self._averaged()
         if averaged.keys() != self._start.keys():
@@ -161,7 +141,7 @@ class Rounds(NoRounds):
                 "groups where global_step is a multiple of every_n_steps."
             )
         assert self._outer is not None  # since the round began
-        with self.changing_weights():
+        with self._runtime.hooks.changing_weights():
             parts = _parts(averaged)
             starts = self._start.values()
             for tensor, start, difference in zip(averaged.values(), starts, self._mean_differences(parts), strict=True):
@@ -180,24 +160,23 @@ class Rounds(NoRounds):
         if not self._is_apart():
             yield
             return
-        with torch.no_grad(), self.changing_weights():
+        with torch.no_grad(), self._runtime.hooks.changing_weights():
             parts = _parts(self._averaged())
             own = [part.clone() for part in parts]
             foreach_copy_(parts, self._averages(parts))
         try:
             yield
         finally:
-            with torch.no_grad(), self.changing_weights():
+            with torch.no_grad(), self._runtime.hooks.changing_weights():
                 foreach_copy_(_parts(self._averaged()), own)
 
     def _is_apart(self) -> bool:
-        return self.is_running and self.world.workers > 1
+        return self.is_running and self._world.workers > 1
 
     # -- checkpoints: the model's names hold the average; within a round, each worker's weights are saved as well
 
     @torch.no_grad()
     def tensors_to_save(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The trainer's and the rounds' tensors for a checkpoint; a collective."""
         saved, averaged = dict(tensors), self._averaged()
         for name, start in self._start.items():
             if name in tensors and (momentum := self._momentum(start)) is not None:
@@ -208,7 +187,7 @@ class Rounds(NoRounds):
             return saved
         for (name, tensor), average in zip(averaged.items(), self._averages(_parts(averaged)), strict=True):
             if name in tensors:
-                saved[f"workers.{self.world.worker}.{name}"], saved[name] = tensors[name], with_local(tensor, average)
+                saved[f"workers.{self._world.worker}.{name}"], saved[name] = tensors[name], with_local(tensor, average)
         return saved
 
     def tensors_to_load(self, tensors: dict[str, Tensor], saved: Collection[str], *, is_own: bool) -> dict[str, Tensor]:
@@ -220,7 +199,7 @@ class Rounds(NoRounds):
         self._make_room(averaged)
         targets: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
-            own = f"workers.{self.world.worker}.{name}"
+            own = f"workers.{self._world.worker}.{name}"
             targets[own if own in saved else name] = tensor
         for name, start in self._start.items():
             if _START + name in saved:
@@ -237,12 +216,12 @@ class Rounds(NoRounds):
 
     def _averaged(self) -> dict[str, Tensor]:
         """The tensors that workers hold separately and average, keyed by their names in checkpoints."""
-        models = self.registry.models()
-        owned = {id(parameter) for parameter in parameters_of(*self.registry.optimizers().values())}
+        models = self._runtime.registry.models()
+        owned = {id(parameter) for parameter in parameters_of(*self._runtime.registry.optimizers().values())}
         averaged: dict[str, Tensor] = {name: p for name, p in model_parameters(models).items() if id(p) in owned}
-        if self.world.workers == 1:
+        if self._world.workers == 1:
             return averaged
-        buffers = self.parallel.buffers
+        buffers = self._runtime.parallel.buffers
         joined = set() if buffers is None else buffers.averaged_storages()
         return averaged | {name: b for name, b in model_buffers(models).items() if storage_id(b) in joined}
 
@@ -271,12 +250,12 @@ class Rounds(NoRounds):
     def _mean_differences(self, parts: list[Tensor]) -> list[Tensor]:
         """How far the workers went from the round's beginning to `parts`, on average and backwards; a collective."""
         differences = [start - part for start, part in zip(self._start.values(), parts, strict=True)]
-        if self.world.workers == 1:
+        if self._world.workers == 1:
             return differences
-        for _, bucket in in_buckets(differences, lambda tensor: tensor.dtype, lambda tensor: tensor.nbytes):
+        for _, bucket in in_buckets(differences, lambda tensor: tensor.dtype):
             flat = torch.cat([difference.flatten() for difference in bucket])
-            dist.all_reduce(flat, group=self.world.across_workers)
-            flat /= self.world.workers
+            dist.all_reduce(flat, group=self._world.across_workers)
+            flat /= self._world.workers
             means = flat.split([difference.numel() for difference in bucket])
             foreach_copy_(bucket, [mean.view(d.shape) for mean, d in zip(means, bucket, strict=True)])
         return differences

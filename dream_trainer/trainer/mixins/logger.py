@@ -48,9 +48,8 @@ class LoggerMixin(AbstractTrainer):
             of_data=self._numbers_of_data,
             warn_once=self.warn_once,
         )
-        self._runtime.state_registry.register(
-            "logger", self.__state, self.__run_log.load_state, goes_with_counters=True
-        )
+        load = self.__run_log.load_state
+        self._runtime.state_registry.register("logger", self.__state, load, goes_with_counters=True)
 
     @property
     def history(self) -> list[Line]:

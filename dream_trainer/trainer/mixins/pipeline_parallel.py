@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from dream_trainer.config.device_parameters import PipelineParallelConfigMixin, PipelineParallelParameters
 from dream_trainer.errors import ConfigError, StepError
@@ -22,16 +23,8 @@ from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.step.tied_gradients import connect_copies
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from dream_trainer.config.device_parameters import DeviceParameters
     from dream_trainer.parallel.pipeline import Pipeline, Stages
-
-
-_NORMS = (
-    "normalise each micro-batch of a pipeline by itself, but one process normalises its whole batch: results "
-    "depend on microbatches. Use norms that act on each sample, such as nn.GroupNorm or nn.LayerNorm."
-)
 
 
 class PipelineParallelMixin(AbstractTrainer):
@@ -42,7 +35,6 @@ class PipelineParallelMixin(AbstractTrainer):
     """
 
     _config_class: ClassVar[type | None] = PipelineParallelConfigMixin
-
     _parallelism: ClassVar[Parallelism | None] = PIPELINE
 
     __pipelines: Mapping[nn.Module, Pipeline] = MappingProxyType({})
@@ -95,15 +87,18 @@ class PipelineParallelMixin(AbstractTrainer):
         cuts = stages_of_models(self.named_models(), self.pipeline_stages, self.model_blocks, len(ranks))
         for model, stages in cuts.items():
             if norms := batch_norms(model):
-                self.warn_once("batch norms in stages", f"{', '.join(norms[:3])} of {type(model).__name__} {_NORMS}")
+                self.warn_once(
+                    "batch norms in stages",
+                    f"{', '.join(norms[:3])} of {type(model).__name__} normalise each micro-batch of a pipeline by "
+                    "itself, but one process normalises its whole batch: results depend on microbatches. Use norms "
+                    "that act on each sample, such as nn.GroupNorm or nn.LayerNorm.",
+                )
             number_lists(model, stages)
             blocks = self.model_blocks(model)
             remember_cut(model, ties_of(model, stages, ranks, here), blocks)
             keep_only(model, [name for names, of in zip(stages, ranks, strict=True) if of == here for name in names])
             kept = {id(module) for module in model.modules()}
-            self._runtime.parallel.stages[model] = Stages(
-                stages, ranks, [block for block in blocks if id(block) in kept]
-            )
+            self._runtime.parallel.stages[model] = Stages(stages, ranks, [one for one in blocks if id(one) in kept])
 
     def _finish_setup(self) -> None:
         super()._finish_setup()

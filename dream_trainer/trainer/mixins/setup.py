@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from dream_trainer.config.device_parameters import DeviceParameters, SetupConfigMixin
 from dream_trainer.config.trainer_config import BaseTrainerConfig
@@ -42,8 +43,6 @@ from dream_trainer.trainer.user_class import parallelisms_of
 from dream_trainer.weights.first_values import forget_first_values, frozen_draws, remember_first_values
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from dream_trainer.parallel.verify import Verification
 
 
@@ -157,12 +156,11 @@ def _configure_models(runtime: Runtime, build: Build) -> None:
 
 
 def _init_weights(runtime: Runtime, build: Build) -> None:
-    tape = build.tape
     if type(runtime.hooks).init_weights is Hooks.init_weights:
         for model in runtime.registry.models().values():
-            default_init(model, tape)
+            default_init(model, build.tape)
     else:
-        with torch.no_grad(), tape.recording():
+        with torch.no_grad(), build.tape.recording():
             runtime.hooks.init_weights()
     build.marks = ParameterMarks(runtime.registry.models())
 

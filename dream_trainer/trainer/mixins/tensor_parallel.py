@@ -52,12 +52,8 @@ class TensorParallelMixin(AbstractTrainer):
             from dream_trainer.parallel.tensor_layers import EqualParts, once_for_each_shape
 
             step = once_for_each_shape(step, EqualParts(self.named_models(), self.world))
-        if not self._runtime.config.tensor_parallel_parameters.loss_parallel:
-            return step
-        from torch.distributed.tensor.parallel import loss_parallel
+        if self._runtime.config.tensor_parallel_parameters.loss_parallel:
+            from torch.distributed.tensor.parallel import loss_parallel
 
-        def with_split_logits(batch: Any, batch_idx: int) -> Any:
-            with loss_parallel():
-                return step(batch, batch_idx)
-
-        return with_split_logits
+            step = loss_parallel()(step)
+        return step

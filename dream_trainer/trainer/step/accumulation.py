@@ -305,8 +305,7 @@ class Accumulation:
         return loss
 
     def _count(self, weight: Weight | None, model: nn.Module | None) -> None:
-        is_weighted = weight is not None
-        if self._backwards and bool(self._totals) is not is_weighted:
+        if self._backwards and bool(self._totals) is (weight is None):
             raise StepError(
                 f"{self._call}() was called with and without weight= in one window. Weight every micro-batch, or none."
             )

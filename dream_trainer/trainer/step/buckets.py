@@ -29,7 +29,7 @@ from dream_trainer.distributed.world import World
 from dream_trainer.errors import StepError
 from dream_trainer.gradient_state import GradientState
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Tensor)
 K = TypeVar("K")
 
 BUCKET_BYTES = 25 * 2**20
@@ -61,31 +61,27 @@ def make_buckets(
         return (p.dtype if dtype is None or p.is_complex() else dtype, *of_ranks(p))
 
     crossing = [p for p in parameters if id(p) not in gradients.sharded and kind(p)[2] > 1 and _can_be_trained(p)]
-    return [Bucket(*of, members) for of, members in in_buckets(crossing, kind, _bytes)]
+    return [Bucket(*of, members) for of, members in in_buckets(crossing, kind)]
 
 
-def in_buckets(items: Iterable[T], kind: Callable[[T], K], n_bytes: Callable[[T], int]) -> list[tuple[K, list[T]]]:
-    """`items` in lists of one kind and of about 25 MiB, in their order, each list with its kind."""
+def in_buckets(tensors: Iterable[T], kind: Callable[[T], K]) -> list[tuple[K, list[T]]]:
+    """`tensors` in lists of one kind and of about 25 MiB, in their order, each list with its kind."""
     buckets: list[tuple[K, list[T]]] = []
     filling: dict[K, list[T]] = {}
     filled: dict[K, int] = {}
-    for item in items:
-        of = kind(item)
+    for tensor in tensors:
+        of = kind(tensor)
         if of not in filling or filled[of] >= BUCKET_BYTES:
             filling[of], filled[of] = [], 0
             buckets.append((of, filling[of]))
-        filling[of].append(item)
-        filled[of] += n_bytes(item)
+        filling[of].append(tensor)
+        filled[of] += local_tensor(tensor).nbytes
     return buckets
 
 
 def _can_be_trained(p: nn.Parameter) -> bool:
     """Not a frozen one of integers or of 8 bits."""
     return p.requires_grad or (p.element_size() > 1 and (p.is_floating_point() or p.is_complex()))
-
-
-def _bytes(p: nn.Parameter) -> int:
-    return local_tensor(p).numel() * p.element_size()
 
 
 class Averaging:
@@ -147,17 +143,15 @@ class Averaging:
 
     def _send(self, bucket: Bucket, parameters: list[nn.Parameter], tail: Tensor | None, *, place: int) -> Sent:
         size = sum(local.numel() for local in local_tensors(parameters)) + len(parameters)
-        flat = self._flat((place, bucket.dtype), size + (0 if tail is None else tail.numel()))
-        return Sent(bucket, parameters, tail, flat, self._world.device)
-
-    def _flat(self, key: tuple[int, torch.dtype], size: int) -> Tensor:
+        size += 0 if tail is None else tail.numel()
+        key = place, bucket.dtype
         flat = self._memory.get(key)
         if flat is None or flat.numel() < size:
             self._memory.pop(key, None)
-            flat = torch.empty(size, dtype=key[1], device=self._world.parameter_device)
+            flat = torch.empty(size, dtype=bucket.dtype, device=self._world.parameter_device)
             if flat.nbytes >= _KEPT_FROM:
                 self._memory[key] = flat
-        return flat[:size]
+        return Sent(bucket, parameters, tail, flat[:size], self._world.device)
 
     def _total(self, slots: Tensor, *, is_carried: bool) -> Tensor:
         """The sum of all ranks' weights; a collective if no bucket carried them."""
@@ -180,7 +174,13 @@ class Sent:
         for i in self._lacking:
             self._is_there[i] = 0.0
             locals_[i] = torch.zeros_like(locals_[i])
-        _divide(locals_, self._views, bucket.n_ranks)
+        if flat.device.type == "cpu":  # one pass over memory instead of two
+            n = torch.tensor(float(bucket.n_ranks), dtype=locals_[0].dtype)
+            for local, view in zip(locals_, self._views, strict=True):
+                torch.div(local, n, out=view)
+        else:
+            foreach_copy_(self._views, locals_)
+            foreach_div_(self._views, float(bucket.n_ranks))
         if weights is not None:
             self._tail.copy_(weights)
         self._parameters, self._locals, self._weights, self._flat = parameters, locals_, weights, flat
@@ -204,16 +204,6 @@ class Sent:
                     self._parameters[i].grad = with_local(self._parameters[i], self._locals[i])
         if self._weights is not None:
             self._weights.copy_(self._tail)
-
-
-def _divide(grads: list[Tensor], views: list[Tensor], n_ranks: int) -> None:
-    if views[0].device.type == "cpu":  # one pass over memory instead of two
-        n = torch.tensor(float(n_ranks), dtype=grads[0].dtype)
-        for grad, view in zip(grads, views, strict=True):
-            torch.div(grad, n, out=view)
-        return
-    foreach_copy_(views, grads)
-    foreach_div_(views, float(n_ranks))
 
 
 def weight_slots(weight: Tensor | float, world: World) -> Tensor:

@@ -89,11 +89,10 @@ def plan_step(
     # Backward comes to the last ones first.
     overlaps = devices.overlap_reduce and world.step_size > 1
     buckets = make_buckets(parameters[::-1] if overlaps else parameters, world, gradients, reduce_dtype(devices))
-    averaging = OverlappedAveraging(buckets, world) if overlaps else Averaging(buckets, world)
     return StepPlan(
         parameters=parameters,
         groups=[ParameterGroup(*kind, members) for kind, members in kinds.items()],
-        averaging=averaging,
+        averaging=OverlappedAveraging(buckets, world) if overlaps else Averaging(buckets, world),
         sums=[place for place, (_, _, divisor, _) in enumerate(kinds) if divisor != 1],
         tied=[(by_id[key], ranks) for key, ranks in gradients.tied.items() if key in by_id],
         is_whole=world.data_copies == 1 and all(copies == world.step_size for copies, *_ in kinds),
@@ -112,9 +111,8 @@ def guards_itself(optimizer: Optimizer, shard_of: Mapping[int, nn.Parameter]) ->
     """Whether `found_inf` makes the optimizer leave weights and state unchanged, on the device, without a host read."""
     if type(optimizer) is Muon:
         return True
-    parameters = [shard_of.get(id(p), p) for p in parameters_of(optimizer)]
-    sharded = any(is_dtensor(p) for p in parameters)
-    kinds = (Adam, AdamW) if sharded else (Adam, AdamW, SGD, Adagrad)
+    is_sharded = any(is_dtensor(shard_of.get(id(p), p)) for p in parameters_of(optimizer))
+    kinds = (Adam, AdamW) if is_sharded else (Adam, AdamW, SGD, Adagrad)
     return type(optimizer) in kinds and all(group.get("fused") for group in optimizer.param_groups)
 
 
@@ -122,23 +120,15 @@ def copies_of(parameter: nn.Parameter, n_ranks: int) -> int:
     """How many of `n_ranks` ranks hold each element of `parameter`: all of the world, or those of a step."""
     if not is_dtensor(parameter):
         return n_ranks
-    mesh = parameter.device_mesh
     cuts = 1
     for dim, placement in enumerate(parameter.placements):
         if not placement.is_replicate() and not placement.is_partial():
-            cuts *= mesh.size(dim)
+            cuts *= parameter.device_mesh.size(dim)
     return n_ranks // cuts
 
 
 def gradients_of(plan: StepPlan) -> list[list[Tensor]]:
     return [group.gradients() for group in plan.groups]
-
-
-def counted(plan: StepPlan, grads: list[list[Tensor]]) -> list[Tensor]:
-    """The gradients that a norm has from this rank."""
-    if len(grads) == 1 and plan.groups[0].is_counted:
-        return grads[0]
-    return [grad for group, of_group in zip(plan.groups, grads, strict=True) if group.is_counted for grad in of_group]
 
 
 def local_norm(plan: StepPlan, grads: list[Tensor], device: torch.device) -> Tensor:
@@ -170,10 +160,8 @@ def global_norm(
     if weight is not None:
         sums[1] = weight
     dist.all_reduce(sums, group=plan.ranks)
-    unused = []
-    if lacking:
-        there = sums[2:].tolist()
-        unused = [place for place in lacking if not there[place]]
+    there = sums[2:].tolist() if lacking else []
+    unused = [place for place in lacking if not there[place]]
     return sums[0].sqrt().to(plan.dtype), sums[1] if weight is not None else None, unused
 
 

@@ -120,11 +120,11 @@ class NonFiniteGuard:
             self._progress.skipped_steps += 1
             return True
         if self.reads_the_host:
-            return self._step_by_host(optimizers, norm, empty, can_rerun)
-        self._step_by_device(optimizers, norm, empty)
+            return self._host_step(optimizers, norm, empty, can_rerun)
+        self._device_step(optimizers, norm, empty)
         return False
 
-    def _step_by_device(self, optimizers: Sequence[Optimizer], norm: Tensor, empty: Tensor | bool) -> None:
+    def _device_step(self, optimizers: Sequence[Optimizer], norm: Tensor, empty: Tensor | bool) -> None:
         # 0 * x is NaN exactly for the infinite and NaN x, and NaN != 0: cheaper than isfinite, and it latches when
         # summed.
         weighed = norm if not isinstance(empty, Tensor) else torch.where(empty, 0.0, norm)
@@ -152,9 +152,7 @@ class NonFiniteGuard:
             finally:
                 del optimizer.found_inf  # type: ignore[attr-defined]
 
-    def _step_by_host(
-        self, optimizers: Sequence[Optimizer], norm: Tensor, empty: Tensor | bool, can_rerun: bool
-    ) -> bool:
+    def _host_step(self, optimizers: Sequence[Optimizer], norm: Tensor, empty: Tensor | bool, can_rerun: bool) -> bool:
         if isinstance(empty, Tensor) and bool(empty):
             self._progress.skipped_steps += 1
             return True

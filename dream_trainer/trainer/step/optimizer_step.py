@@ -26,7 +26,6 @@ from dream_trainer.trainer.registry import Registry, parameters_of
 from dream_trainer.trainer.step.accumulation import Accumulation, Weight
 from dream_trainer.trainer.step.gradients import (
     StepPlan,
-    counted,
     global_norm,
     gradients_of,
     group_sizes,
@@ -66,13 +65,13 @@ class OptimizerStep:
         self._loss_scale = accumulation.loss_scale
         self._origins = accumulation.origins
         self._world, self._stages, self._device = world, world.stage_group(), world.parameter_device
-        self._ties = (
-            None if self._stages is None else TiedGradients(registry, world, self._stages, gradients, accumulation)
-        )
+        self._ties: TiedGradients | None = None
+        if self._stages is not None:
+            self._ties = TiedGradients(registry, world, self._stages, gradients, accumulation)
         # MPS has no float64.
         self._scalar_dtype = torch.float32 if self._device.type == "mps" else torch.float64
-        # Not the one of `backward`: such a context cannot be entered again inside itself.
-        self._context = without_autocast(devices, world.device)
+        # Of each `step`. Not the one of `backward`: such a context cannot be entered again inside itself.
+        self.context = without_autocast(devices, world.device)
         self._clip_norm = parameters.gradient_clip_norm
         self._clip_constants: dict[torch.dtype, tuple[Tensor, ...]] = {}
         self._clip_value = parameters.gradient_clip_value
@@ -89,12 +88,7 @@ class OptimizerStep:
         self.times_stepped: Counter[int] = Counter()  # by `id` of an optimizer or scheduler
         self._pairs: set[tuple[nn.Module, tuple[Optimizer, ...]]] = set()  # that belong together
 
-    def step(self, model: nn.Module, optimizers: tuple[Optimizer, ...], schedulers: Sequence[Any]) -> Tensor:
-        with self._context:
-            return self._step(model, optimizers, schedulers)
-
     def reduce_gradients(self, optimizers: tuple[Optimizer, ...]) -> None:
-        """Makes gradients those of the global batch; see `BaseTrainer.reduce_gradients`."""
         if not self._accumulation.is_last:
             raise StepError(
                 "reduce_gradients() was called in the middle of an accumulation window. Call it when `not "
@@ -112,7 +106,7 @@ class OptimizerStep:
                 scale_gradients(plan, grads, scale)
         self._accumulation.finish_reduction(optimizers)
 
-    def _step(self, model: nn.Module, optimizers: tuple[Optimizer, ...], schedulers: Sequence[Any]) -> Tensor:
+    def step(self, model: nn.Module, optimizers: tuple[Optimizer, ...], schedulers: Sequence[Any]) -> Tensor:
         self._accumulation.check_step()
         for scheduler in schedulers:
             if isinstance(scheduler, ReduceLROnPlateau):
@@ -245,8 +239,7 @@ class OptimizerStep:
                 norm = norm_over_stages(norm, self._stages)
         # A second turn in the window only consists of its last micro-batch.
         is_again = self._origins.has_stepped(optimizers) or not self._accumulation.reduced.keys().isdisjoint(optimizers)
-        n_batches = 1 if is_again else self._accumulation.counted_batches
-        scale, empty = self._scale(weight, total, n_batches)
+        scale, empty = self._scale(weight, total, 1 if is_again else self._accumulation.counted_batches)
         if self._loss_scale is not None:
             inverse = self._loss_scale.inverse(is_weighted=weight is not None)
             scale = inverse if scale is None else scale * inverse
@@ -262,10 +255,8 @@ class OptimizerStep:
 
     def _lacking(self, plan: StepPlan) -> list[int]:
         """Positions in `plan.sharded` of the parameters whose gradients, if any, come only from other ranks."""
-        used = self._local_gradients.used
-        if plan.sharded_ids <= used:
-            lacking = []
-        else:
+        used, lacking = self._local_gradients.used, []
+        if not plan.sharded_ids <= used:
             lacking = [i for i, p in enumerate(plan.sharded) if p.requires_grad and id(p) not in used]
         used -= plan.sharded_ids
         return lacking
@@ -309,7 +300,10 @@ class OptimizerStep:
         return norm if self._stages is None else norm_over_stages(norm, self._stages)
 
     def _local_norm(self, plan: StepPlan, grads: list[list[Tensor]]) -> Tensor:
-        return local_norm(plan, counted(plan, grads), self._device)
+        if len(grads) == 1 and plan.groups[0].is_counted:
+            return local_norm(plan, grads[0], self._device)
+        groups = zip(plan.groups, grads, strict=True)
+        return local_norm(plan, [grad for group, own in groups if group.is_counted for grad in own], self._device)
 
     def _names_of(self, parameter: nn.Parameter) -> str:
         models = self._registry.models().items()

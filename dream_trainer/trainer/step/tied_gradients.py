@@ -97,9 +97,8 @@ class TiedGradients:
         if self._gradients.whole:
             self._share_buffers()
         for parameter, ranks in tied:
-            if id(parameter) in self._gradients.whole or not (
-                parameter.requires_grad or id(parameter) in self._trained
-            ):
+            takes_part = parameter.requires_grad or id(parameter) in self._trained
+            if id(parameter) in self._gradients.whole or not takes_part:
                 continue
             n_others = _add_up(parameter, ranks, self._stages, self._world.device)
             if parameter.requires_grad:
