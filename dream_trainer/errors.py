@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import linecache
 import os
+from importlib.util import find_spec
 from types import CodeType, FrameType
-
-import torch
 
 
 class DreamTrainerError(Exception):
@@ -55,7 +54,10 @@ class DamagedCheckpointError(CheckpointError):
     """
 
 
-_NOT_USERS = tuple(os.path.join(os.path.dirname(file), "") for file in (__file__, torch.__file__))
+_TORCH = find_spec("torch")  # which the errors of a command must not wait for
+_NOT_USERS = tuple(
+    os.path.join(os.path.dirname(file), "") for file in (__file__, None if _TORCH is None else _TORCH.origin) if file
+)
 _STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
 
 

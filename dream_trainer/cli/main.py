@@ -8,106 +8,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from tyro.conf import Positional, arg
+from typing import Any
 
 from dream_trainer.checks import spell
 from dream_trainer.cli.checkpoints import Checkpoints
+from dream_trainer.cli.data import Data
+from dream_trainer.cli.environment import Environment
 from dream_trainer.cli.new import New
-from dream_trainer.cli.output import Shows, print_json
 from dream_trainer.cli.plot import Plot
 from dream_trainer.cli.runs import RunConfig, Runs, RunShow
 from dream_trainer.cli.trainers import CheckTrainer, DescribeTrainer, PlanTrainer
 from dream_trainer.errors import ConfigError, DreamTrainerError
-from dream_trainer.screen import print_table, show
-
-
-@dataclass(frozen=True, kw_only=True)
-class Data:
-    """Write text into token files, for TokenFile. The same command again continues after a kill."""
-
-    command: Positional[Literal["tokenize"]]
-    """The command."""
-    inputs: Annotated[Positional[tuple[str, ...]], arg(metavar="INPUT [INPUT ...]", help_behavior_hint="")]
-    """Files or patterns of files: .jsonl and .jsonl.gz (a document per line), .parquet (per row), others (per file); or
-    hf:NAME of a Hugging Face dataset, hf:DIRECTORY of a saved one."""
-    output: Annotated[Path, arg(metavar="DIRECTORY")]
-    """Directory for the token files."""
-    tokenizer: Annotated[str, arg(metavar="NAME")] = "bytes"
-    """bytes; a tokenizer.json file; or a name or directory for transformers."""
-    end: Annotated[str | None, arg(metavar="TOKEN", help_behavior_hint="")] = None
-    """Token at a document's end. By default the tokenizer's own, if it has one."""
-    field: Annotated[str, arg(metavar="NAME")] = "text"
-    """Field of a line, or column of a row, that has the text."""
-    split: Annotated[str, arg(metavar="NAME")] = "train"
-    """Split of a Hugging Face dataset."""
-    workers: Annotated[int, arg(metavar="N")] = 1
-    """Number of processes; each makes one shard at a time."""
-
-    def run(self) -> None:
-        import numpy as np
-
-        from dream_trainer.checks import check_integer
-        from dream_trainer.data.sources.token_file import TokenFile, plan_tasks, tokenize
-
-        check_integer("workers", self.workers, minimum=1)
-        tasks = plan_tasks(self.inputs, self.field, self.split)
-        made: list[int] = []
-
-        def done(tokens: int) -> None:
-            made.append(tokens)
-            show(f"{len(made)} of {len(tasks)} shards, {sum(made):,} tokens", sys.stderr)
-
-        tokenize(tasks, self.output, self.tokenizer, end=self.end, workers=self.workers, done=done)
-        tokens = TokenFile(self.output)
-        print(
-            f"{self.output}: {len(tokens):,} documents, {tokens.num_tokens:,} tokens; tokens of a document: mean "
-            f"{tokens.lengths.mean():,.0f}, median {np.median(tokens.lengths):,.0f}, longest "
-            f"{tokens.lengths.max():,}. Vocabulary: {tokens.vocabulary_size}"
-        )
-
-
-# Only these are shown, so that no key or password is.
-_VARIABLES = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
-    *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG", "CUDA_LAUNCH_BLOCKING"),
-    *("NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "GLOO_SOCKET_IFNAME"),
-    *("TORCH_LOGS", "TORCHDYNAMO_DISABLE", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "WANDB_MODE", "DREAM_TRAINER_RUNS"),
-)
-_PACKAGES = (
-    *("torch", "torchdata", "numpy", "safetensors", "rich", "tyro", "cattrs", "xxhash", "PyYAML"),
-    *("torchmetrics", "transformers", "datasets", "pyarrow", "peft", "accelerate", "optuna", "huggingface_hub"),
-    *("wandb", "tensorboard", "mlflow-skinny", "mlflow", "trackio", "matplotlib", "pillow"),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Environment(Shows):
-    """Print versions, devices and settings of this machine, for a bug report."""
-
-    def run(self) -> None:
-        from torch.utils.collect_env import get_env_info, pretty_str
-
-        from dream_trainer.version import __version__
-
-        packages = {"dream_trainer": __version__}
-        for name in _PACKAGES:
-            with suppress(PackageNotFoundError):
-                packages[name] = version(name)
-        variables = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-        machine = get_env_info()
-        if self.as_json:
-            print_json({"packages": packages, "variables": variables, "machine": machine._asdict()})
-            return
-        print_table("packages", [], list(packages.items()))
-        print_table("variables", [], list(variables.items()))
-        print(pretty_str(machine))
-
 
 GROUPS: dict[str, Callable[..., Any]] = {
     "new": New,
