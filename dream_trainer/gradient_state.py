@@ -87,9 +87,9 @@ class GradientState:
         return any(group.keeps_gradients() for group in waiting_groups)
 
     def let_graphs_go(self) -> None:
-        """Releases objects that graphs of gradients refer to: no graph is used any more."""
+        """Groups that graphs of gradients refer to reshard after backwards again: no graph is used any more."""
         for group in self.graphs:
-            group.let_go()
+            group.reshard_after_backward = True
         self.graphs.clear()
 
     def drop_what_waits(self) -> None:

@@ -36,9 +36,8 @@ _NAMES = {
     "dream_trainer.cli.main": "main",
     "dream_trainer.cli.new": "EXAMPLES LAUNCH",
     "dream_trainer.cli.plot": "draw panels read_log",
-    "dream_trainer.compat.async_collectives": "waited why_memory_is_not_shared",
     "dream_trainer.compat.attention": "BlockMask causal_to_the_last_key",
-    "dream_trainer.compat.compiler": "is_compiled never_compiled",
+    "dream_trainer.compat.compiler": "is_compiled never_compiled waited why_memory_is_not_shared",
     "dream_trainer.compat.forked_start": "sure_to_start",
     "dream_trainer.compat.fully_shard": "as_one_backward watch_gradients",
     "dream_trainer.gradient_state": "GradientState",
@@ -91,8 +90,7 @@ _NAMES = {
     ),
     "dream_trainer.distributed.watchdog": "Watchdog",
     "dream_trainer.distributed.world": "World",
-    "dream_trainer.parallel.axes": "AXES options_of_overlap",
-    "dream_trainer.parallel.axis": "AxisSetup lay_mesh_among_data shape_among_data",
+    "dream_trainer.parallel.axis": "AXES AxisSetup options_of_overlap lay_mesh_among_data shape_among_data",
     "dream_trainer.errors": (
         "CheckpointError ConfigError DamagedCheckpointError DataError HookError InitError NonFiniteError "
         "RanksDifferError StepError"
@@ -104,9 +102,8 @@ _NAMES = {
     "dream_trainer.loggers.line_files": "ConsoleLogger CSVLogger JSONLLogger read_jsonl ImageFilesLogger pil_image",
     "dream_trainer.loggers.tensorboard": "TensorBoardLogger",
     "dream_trainer.loggers.trackers": "MLflowLogger WandbLogger",
-    "dream_trainer.meta.recorded_calls": "map_leaves",
     "dream_trainer.meta.realize": "default_init Plan materialize remember",
-    "dream_trainer.meta.tape": "Tape",
+    "dream_trainer.meta.tape": "Tape map_leaves",
     "dream_trainer.modules": "ExpertExchange split_experts",
     "dream_trainer.parallel.context_attention": (
         "AttentionTakeover ContextAttention GatheredAttention SequenceParts UlyssesAttention "

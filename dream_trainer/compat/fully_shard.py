@@ -59,9 +59,7 @@ class UnseenState(FSDPState):
     # As in PyTorch, also in containers of user classes, which it cannot rebuild.
 
     def _cast_forward_inputs(self, args: Any, kwargs: Any) -> Any:
-        if not self._mp_policy.cast_forward_inputs:
-            return args, kwargs
-        return with_dtype(args, self._mp_policy.param_dtype), with_dtype(kwargs, self._mp_policy.param_dtype)
+        return with_dtype((args, kwargs), self._mp_policy.param_dtype if self._mp_policy.cast_forward_inputs else None)
 
     def _cast_output_dtype(self, output: Any) -> Any:
         return with_dtype(output, self._mp_policy.output_dtype)
@@ -112,9 +110,8 @@ class DifferentiableGroup(FSDPParamGroup):
 
     def is_in_half_precision(self, parameter: Any) -> bool:
         whole, shard = parameter._unsharded_param, parameter._sharded_local_tensor
-        return (
-            whole.dtype != shard.dtype and whole.is_floating_point() and gathered_dtype(parameter.sharded_param) is None
-        )
+        is_cast = whole.dtype != shard.dtype and whole.is_floating_point()
+        return is_cast and gathered_dtype(parameter.sharded_param) is None
 
     def in_full_precision(self, parameter: Any) -> Tensor:
         """The whole parameter in its own type; a collective, if it is not here yet."""
@@ -260,10 +257,6 @@ class DifferentiableGroup(FSDPParamGroup):
         """Gathers parameters that a forward has released since; a collective."""
         self.unshard()
         self.wait_for_unshard()
-
-    def let_go(self) -> None:
-        """Reshards after backwards again: the graphs are not used any more."""
-        self.reshard_after_backward = True
 
 
 class SharedGroup(DifferentiableGroup):
@@ -422,9 +415,8 @@ def watch_gradients(module: FSDPModule, local_gradients: GradientState, touchabl
     if local_gradients.saved is None:
         local_gradients.saved = SavedWeights(local_gradients.owners)
     local_gradients.groups.append(group)
-    for parameter in group.fsdp_params:
-        if not is_whole:
-            local_gradients.sharded[id(parameter.sharded_param)] = group
+    if not is_whole:
+        local_gradients.sharded |= {id(parameter.sharded_param): group for parameter in group.fsdp_params}
     touchable.add(group)
 
 
@@ -442,11 +434,10 @@ def take_note(module: FSDPModule) -> None:
 
 def gathered_dtype(parameter: torch.nn.Parameter) -> torch.dtype | None:
     """The parameter's own type for the all-gather, if any: float8, if torchao gathers it."""
-    torchao, local = sys.modules.get("torchao.float8.fsdp_utils"), local_tensor(parameter)
-    if torchao is None or not isinstance(local, torchao.WeightWithDynamicFloat8CastTensor):
-        return None
-    weight: Any = local
-    return cast("torch.dtype", weight._dtype)
+    torchao = sys.modules.get("torchao.float8.fsdp_utils")
+    local: Any = local_tensor(parameter)
+    is_float8 = torchao is not None and isinstance(local, torchao.WeightWithDynamicFloat8CastTensor)
+    return local._dtype if is_float8 else None
 
 
 def reduce_what_waits(parameters: Sequence[torch.nn.Parameter], local_gradients: GradientState) -> None:

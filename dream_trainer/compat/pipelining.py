@@ -203,10 +203,10 @@ def as_tuple(output: Any) -> tuple[Tensor, ...]:
 
 def new_schedule(name: str, stages: Sequence[ScheduledStage], microbatches: int) -> Callable[[bool, bool], None]:
     """A schedule of `stages`, to be called with whether this rank has the first stage and the last."""
-    # Without `scale_grads` gradients add up; by default all that are there would be divided after each batch.
-    options: dict[str, Any] = {"loss_fn": lambda loss, number: loss, "scale_grads": False}
     kind: Any = SCHEDULES[name]
-    schedule = kind(stages[0] if name in ONE_STAGE else list(stages), microbatches, **options)
+    own = stages[0] if name in ONE_STAGE else list(stages)
+    # Without `scale_grads` gradients add up; by default all that are there would be divided after each batch.
+    schedule = kind(own, microbatches, loss_fn=lambda loss, number: loss, scale_grads=False)
     numbers = torch.arange(microbatches)
 
     def run(has_first: bool, has_last: bool) -> None:

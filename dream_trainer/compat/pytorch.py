@@ -233,10 +233,7 @@ def begin_root(module: FSDPModule) -> None:
 
 def end_workers(loader: object) -> None:
     """Ends the workers that a `DataLoader` keeps from its last iteration; exit would wait 5 s for each."""
-    if not isinstance(loader, torch.utils.data.DataLoader):
-        return
-    iterator = vars(loader).get("_iterator")
-    if iterator is not None:
+    if isinstance(loader, torch.utils.data.DataLoader) and (iterator := vars(loader).get("_iterator")) is not None:
         shutdown_workers(iterator)
         loader._iterator = None
 

@@ -26,8 +26,7 @@ from torch.nn.parameter import is_lazy
 
 from dream_trainer.compat.pytorch import is_dtensor, keep_hooks, local_tensor, reset_attention_parameters, second_lists
 from dream_trainer.errors import InitError
-from dream_trainer.meta.recorded_calls import Ref
-from dream_trainer.meta.tape import Tape
+from dream_trainer.meta.tape import Ref, Tape
 
 
 @runtime_checkable
@@ -103,7 +102,8 @@ def refuse_hidden(roots: Mapping[str, Any]) -> None:
         for name, part in parts:
             if isinstance(part, torch.jit.ScriptModule):
                 continue  # it keeps the module that it was made from, and does not compute with it
-            for place, found in _reached(name, part, known, seen, is_part=isinstance(part, nn.Module)):
+            values = children_of(name, part) if isinstance(part, nn.Module) else [(name, part)]
+            for place, found in chain.from_iterable(_reached(*value, known, seen) for value in values):
                 if isinstance(found, Tensor) and not isinstance(root, nn.Module):
                     continue  # an optimizer over a trainer's list of parameters is refused later, with its name
                 what = f"a {type(found).__name__}" if isinstance(found, nn.Module) else "a tensor"
@@ -113,18 +113,13 @@ def refuse_hidden(roots: Mapping[str, Any]) -> None:
                 )
 
 
-def _reached(
-    name: str, value: Any, known: set[int], seen: set[int], is_part: bool = False
-) -> Iterator[tuple[str, Any]]:
+def _reached(name: str, value: Any, known: set[int], seen: set[int]) -> Iterator[tuple[str, Any]]:
     if value is None or id(value) in seen or isinstance(value, str | bytes | int | float | type | ModuleType):
         return
     seen.add(id(value))
-    if isinstance(value, Tensor):
-        if not is_part and value.is_meta:
-            yield name, value
-        return
-    if isinstance(value, nn.Module) and not is_part:
-        if id(value) not in known and any(t.is_meta for t in (*value.parameters(), *value.buffers())):
+    if isinstance(value, Tensor | nn.Module):
+        tensors = (value,) if isinstance(value, Tensor) else (*value.parameters(), *value.buffers())
+        if id(value) not in known and any(tensor.is_meta for tensor in tensors):
             yield name, value
         return
     for child_name, child in children_of(name, value):
@@ -148,9 +143,6 @@ def children_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         passed_over = _OF_MODULES if isinstance(value, nn.Module) else ()
         attributes = getattr(value, "__dict__", {})
         yield from ((f"{name}.{key}", child) for key, child in list(attributes.items()) if key not in passed_over)
-
-
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,6 +367,4 @@ def _nested(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 def plain_name(fqn: str) -> str:
     """A parameter's name without what compilation and activation checkpointing add to it."""
-    for wrapper in _WRAPPERS:
-        fqn = fqn.replace(wrapper, "")
-    return fqn
+    return fqn.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")

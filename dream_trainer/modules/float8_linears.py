@@ -1,21 +1,31 @@
 """Linear layers that multiply in float8 (torchao), made of plain ones in place: names, parameters and hooks stay.
 
 Scales are computed in each forward and backward, so there is no state, and checkpoints are those of plain layers.
+`convert_to_float8_training`, which is public, replaces modules, and so loses their hooks and references to them.
 """
+# pyright: reportMissingImports=false
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.float8.float8_linear import Float8Linear
+from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from dream_trainer.compat.pytorch import local_tensor, with_local
-from dream_trainer.compat.torchao import MULTIPLE, Float8Layer, GatheredInFloat8, attributes
 from dream_trainer.modules.class_change import Changed, change_class
+
+# Of no type, so that checkers need no torchao.
+Float8Layer: Any = Float8Linear
+GatheredInFloat8: Any = WeightWithDynamicFloat8CastTensor  # by `fully_shard`; every rank scales by the largest of all
+MULTIPLE = 16  # float8 matrix products need both sizes of a weight to be multiples of this
 
 
 class Float8(Changed, Float8Layer):  # type: ignore[misc]
@@ -41,6 +51,20 @@ def linears(blocks: Iterable[nn.Module], model: nn.Module, skip: Sequence[str]) 
 def sizes_fit(linear: nn.Linear) -> bool:
     """Whether this rank's part of the weight has sizes that float8 products take."""
     return all(size % MULTIPLE == 0 for size in local_tensor(linear.weight).shape)
+
+
+def float8_config(recipe: str, *, all_gather: bool, emulate: bool) -> Float8LinearConfig:
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    # Numbers of tokens may not be multiples of 16; others are not padded.
+    return replace(config, enable_fsdp_float8_all_gather=all_gather, emulate=emulate, pad_inner_dim=True)
+
+
+def attributes(config: Float8LinearConfig) -> dict[str, Any]:
+    """Attributes that a `Float8Linear` of that config has in addition to a linear layer's."""
+    with torch.device("meta"):
+        plain = torch.nn.Linear(MULTIPLE, MULTIPLE)
+        layer = convert_to_float8_training(torch.nn.Linear(MULTIPLE, MULTIPLE), config=config)
+    return {name: value for name, value in vars(layer).items() if name not in vars(plain)}
 
 
 def compute_in_float8(linear: nn.Linear, config: Any) -> None:

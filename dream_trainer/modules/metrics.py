@@ -9,7 +9,7 @@ import copy
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,14 +68,11 @@ def _attributes(module: Any) -> dict[str, Any]:
 
 def computed(name: str, metric: Any, world: Ranks) -> dict[str, Any]:
     """Named results of a metric or collection over the samples of all ranks. Every rank must call it."""
-    metric_parts = parts(metric)
     if not any(world.all_gather_object(updates(metric) > 0)):
         return {}
-    if world.world_size == 1:
+    own = [part for part in parts(metric) if part.dist_sync_fn is None]
+    with _exchanged(own, world) if world.world_size > 1 else nullcontext():
         value = metric.compute()
-    else:
-        with _exchanged([part for part in metric_parts if part.dist_sync_fn is None], world):
-            value = metric.compute()
     return dict(value) if isinstance(value, Mapping) else {name: value}
 
 

@@ -70,14 +70,10 @@ def float32_products(
     parameters: DeviceParameters, device: torch.device, warn_once: Callable[[str, str], None]
 ) -> Iterator[None]:
     """Inside, float32 matrix products and convolutions may use TF32 if `precision` allows it; restored afterwards."""
-    if parameters.precision != "tf32":
-        yield
-        return
-    if device.type != "cuda":
+    is_asked_for = parameters.precision == "tf32"
+    if is_asked_for and device.type != "cuda":
         warn_once("tf32", f'precision="tf32" is for CUDA devices; this {device.type} computes in float32.')
-        yield
-        return
-    with tf32_products():
+    with tf32_products() if is_asked_for and device.type == "cuda" else nullcontext():
         yield
 
 

@@ -24,7 +24,6 @@ from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
 
 from dream_trainer.checks import refuse
-from dream_trainer.compat.async_collectives import exchanged_in_graph, gathered_in_graph, is_traced, summed_in_graph
 from dream_trainer.compat.attention import (
     KERNELS,
     CausalBias,
@@ -37,8 +36,12 @@ from dream_trainer.compat.compiler import (
     change_calls,
     changing_backend,
     compiled_too_often,
+    exchanged_in_graph,
+    gathered_in_graph,
     is_opaque,
+    is_traced,
     own_errors,
+    summed_in_graph,
 )
 from dream_trainer.compat.pytorch import function_modes, in_backward, is_dtensor
 from dream_trainer.distributed.world import gathered_rows, linear, summed_rows
@@ -87,7 +90,9 @@ class ContextAttention(ABC):
                 )
             return attend(query, key, value, attn_mask, is_causal=is_causal)
         self._refuse_unlike(query, key, attn_mask, is_causal)
-        query, key, value = _under_autocast(query, key, value)
+        kind = query.device.type
+        if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:  # before they are sent, so that less is
+            query, key, value = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (query, key, value))
         return self._attend(query, key, value, attn_mask, is_causal, attend)
 
     @abstractmethod
@@ -182,17 +187,8 @@ class UlyssesAttention(ContextAttention):
         whole = [
             piece.view(tensor.shape).movedim(0, 2).flatten(2, 3) for piece, tensor in zip(pieces, split, strict=True)
         ]
-        attended = attend(*whole)
-        by_rank = attended.unflatten(2, (size, -1)).movedim(2, 0)
+        by_rank = attend(*whole).unflatten(2, (size, -1)).movedim(2, 0)
         return self.parts.exchanged(by_rank).movedim(0, 1).flatten(1, 2)
-
-
-def _under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast as `scaled_dot_product_attention` would: before they are sent, so that less is."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind) or tensors[0].dtype == torch.float64:
-        return tensors
-    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
 
 
 # -- Inside a context-parallel step: calls of attention go to ours.
@@ -256,7 +252,7 @@ class SequenceParts:
         self.n_chunks = 2 * size if is_balanced else size  # chunks of a sequence
         self._chunks_of = [(r, 2 * size - 1 - r) if is_balanced else (r,) for r in range(size)]
         self.chunks = self._chunks_of[rank]  # this rank's chunks, rising
-        self._group = group
+        self._group: Any = group  # None where nothing is sent
 
     def cut(self, whole: Tensor, dim: int) -> Tensor:
         """This rank's positions of `whole`, whose length along `dim` is a multiple of `n_chunks`."""
@@ -280,7 +276,6 @@ class SequenceParts:
         return linear(by_rank, self.exchange, self.exchange)
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
-        assert self._group is not None
         part = part.contiguous()
         if is_traced(part):
             parts = gathered_in_graph(part.flatten(), self.size, self._group).view(self.size, *part.shape)
@@ -293,14 +288,12 @@ class SequenceParts:
 
     def sum_of_own(self, whole: Tensor, dim: int) -> Tensor:
         """The sum over ranks of this one's positions of `whole`, without gradients."""
-        assert self._group is not None
         every = torch.stack([self._part(whole, dim, chunks) for chunks in self._chunks_of])
         if is_traced(every):
             return summed_in_graph(every.flatten(), self.size, self._group).view(every.shape[1:])
         return summed_rows(every, self._group)[0]
 
     def exchange(self, by_rank: Tensor) -> Tensor:
-        assert self._group is not None
         by_rank = by_rank.contiguous()
         if is_traced(by_rank):
             return exchanged_in_graph(by_rank.flatten(), self.size, self._group).view(by_rank.shape)

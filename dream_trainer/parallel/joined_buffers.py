@@ -72,17 +72,12 @@ class JoinedBuffers:
         self._check_types(named)
 
     def _buffers(self) -> list[_Buffer]:
-        modules: dict[int, tuple[str, nn.Module]] = {}
-        for name, model in self._models.items():
-            for path, part in model.named_modules(prefix=name):
-                modules.setdefault(id(part), (path, part))
         buffers: dict[int, _Buffer] = {}
-        for path, part in modules.values():
+        modules = [found for name, model in self._models.items() for found in model.named_modules(prefix=name)]
+        for path, part in modules:
             for key, tensor in part.named_buffers(recurse=False):
                 name = f"{path}.{key}"
-                chosen: list[BufferPolicy] = [
-                    policy for pattern, policy in self._policies.items() if re.search(pattern, name)
-                ]
+                chosen = [policy for pattern, policy in self._policies.items() if re.search(pattern, name)]
                 of_norm = not chosen and isinstance(part, NormWithStatistics) and not isinstance(part, nn.SyncBatchNorm)
                 default: BufferPolicy = "mean" if key in ("running_mean", "running_var") else "as is"
                 policy = chosen[0] if chosen else default if of_norm else None

@@ -458,10 +458,10 @@ class ExpertBalance:
         self.layers = {path: part for part, path in named.items() if isinstance(part, MoE)}
         self._sizes = [layer.n_experts for layer in self.layers.values()]
         self._world, self._log = world, log
-        own = list(self.layers)
-        self._logged = own
+        self._logged = list(self.layers)
         if log is not None and world.stages > 1:
-            self._logged = list(dict.fromkeys(path for of_rank in world.all_gather_object(own) for path in of_rank))
+            of_ranks = world.all_gather_object(self._logged)
+            self._logged = list(dict.fromkeys(path for of_rank in of_ranks for path in of_rank))
 
     def __bool__(self) -> bool:
         return bool(self.layers or self._logged)

@@ -293,8 +293,7 @@ class Pipeline:
         with self.running():
             parts = cut(inputs, min(self.most_without_gradients, rows), rows) if rows else [inputs]
             outputs = list(self.forward(parts))
-        joined = concatenated(outputs, _refuse_uneven) if len(outputs) > 1 else None
-        return self.messages.shared_outputs(outputs[0] if len(outputs) == 1 else joined)
+        return self.messages.shared_outputs(outputs[0] if len(outputs) == 1 else concatenated(outputs, _refuse_uneven))
 
     def forward(self, parts: list[Any], run: RunStage | None = None) -> Iterator[Any]:
         """Runs this rank's stages over micro-batches, by `run` with their numbers; the last one's outputs."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -48,10 +49,8 @@ def even_stages(model: nn.Module, blocks: Collection[nn.Module], n_stages: int) 
             f"{fewer if len(places) > 1 else 'Use pipeline_parallel=1'}, name the blocks in model_blocks, or say in "
             "pipeline_stages what each stage holds."
         )
-    first_blocks = [places[len(places) * stage // n_stages] for stage in range(n_stages)]
-    ends = [*first_blocks[1:], len(parts)]
-    starts = [0, *first_blocks[1:]]
-    return [[name for name, _ in parts[start:end]] for start, end in zip(starts, ends, strict=True)]
+    starts = [0, *(places[len(places) * stage // n_stages] for stage in range(1, n_stages))]
+    return [[name for name, _ in parts[start:end]] for start, end in pairwise([*starts, len(parts)])]
 
 
 def stages_of_models(
@@ -76,11 +75,6 @@ def stages_of_models(
             f"pipeline_parallel has no model to cut into {n_stages} stages: those that are trained are {names}, and "
             "pipeline_stages returns None for each. Say there what each stage holds, or use pipeline_parallel=1."
         )
-    _refuse_shared(trained, cut)
-    return cut
-
-
-def _refuse_shared(trained: Mapping[str, nn.Module], cut: Collection[nn.Module]) -> None:
     owners: dict[nn.Parameter, tuple[str, nn.Module]] = {}
     for model_name, model in trained.items():
         for name, parameter in model.named_parameters():
@@ -90,6 +84,7 @@ def _refuse_shared(trained: Mapping[str, nn.Module], cut: Collection[nn.Module])
                     f"{other_name} and self.{model_name}.{name} are one parameter of two models, which "
                     "pipeline_parallel would cut apart. Put both into one module."
                 )
+    return cut
 
 
 def _parts(module: nn.Module, blocks: set[int], prefix: str) -> Iterator[tuple[str, bool]]:

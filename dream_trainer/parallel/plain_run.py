@@ -21,13 +21,12 @@ from torch.utils.hooks import RemovableHandle
 from dream_trainer.compat.pytorch import (
     is_dtensor,
     local_tensor,
-    shard_dim,
     with_local,
     without_hooks,
     without_torch_function,
 )
 from dream_trainer.modules.forward_state import ForwardState
-from dream_trainer.parallel.sharding import dim_of_part, fsdp_modules
+from dream_trainer.parallel.sharding import dim_of_part, fsdp_modules, local_indices
 
 N_SKETCHES = 32
 WRONG = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)  # what a forward raises
@@ -134,12 +133,7 @@ class Gradients:
         parameter, places = self._running[path], [torch.arange(size) for size in gradient.shape]
         if is_dtensor(gradient) and is_dtensor(parameter):
             gradient = gradient.redistribute(placements=parameter.placements)
-            for mesh_dim, placement in enumerate(parameter.placements):
-                dim = shard_dim(placement)
-                if dim is not None:
-                    parts = places[dim].chunk(parameter.device_mesh.size(mesh_dim))
-                    rank = parameter.device_mesh.get_local_rank(mesh_dim)
-                    places[dim] = parts[rank] if rank < len(parts) else places[dim][:0]
+            places = [local_indices(gradient, dim) for dim in range(gradient.ndim)]
         local = local_tensor(gradient)
         self._own[path] = self._own.get(path, 0) + self._sketch(path, local, places)
         return with_local(gradient, local.new_zeros(()).expand(local.shape))

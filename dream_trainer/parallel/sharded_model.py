@@ -59,7 +59,17 @@ class ShardedModel:
         self._marks: list[tuple[int, int]] = []
         self._trained: list[bool] = []
         self.is_whole = False
-        self._cut()
+        cut: dict[nn.Parameter, nn.Parameter] = {}
+        for module in model.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                if parameter.ndim == 0 or type(parameter) is not nn.Parameter:
+                    continue
+                if parameter not in cut:
+                    cut[parameter] = self._shard(parameter)
+                self._strides[module, name] = parameter.stride()
+                _set(module, name, cut[parameter])
         model.register_forward_pre_hook(self._before_forward)
         model.register_forward_hook(self._after_forward, always_call=True)
         self._is_whole_for_forward = False
@@ -72,19 +82,6 @@ class ShardedModel:
                 "event of your trainer, or inside trainer.gathered(model)."
             )
         return _InStep()
-
-    def _cut(self) -> None:
-        cut: dict[nn.Parameter, nn.Parameter] = {}
-        for module in self._model.modules():
-            if isinstance(module, torch.jit.ScriptModule):
-                continue
-            for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-                if parameter.ndim == 0 or type(parameter) is not nn.Parameter:
-                    continue
-                if parameter not in cut:
-                    cut[parameter] = self._shard(parameter)
-                self._strides[module, name] = parameter.stride()
-                _set(module, name, cut[parameter])
 
     def _shard(self, parameter: nn.Parameter) -> nn.Parameter:
         from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -198,10 +195,8 @@ class ShardedModel:
         kept = [p for p, is_written in zip(self._parameters, written, strict=True) if p.rows and not is_written]
         if kept:
             foreach_copy_([local_tensor(p.shard) for p in kept], [p.own_rows(p.values) for p in kept])
-        now = self._writes()
-        self._marks = [
-            mark if is_written else new for mark, new, is_written in zip(self._marks, now, written, strict=True)
-        ]
+        marks = zip(self._marks, self._writes(), written, strict=True)
+        self._marks = [mark if is_written else new for mark, new, is_written in marks]
         return not any(written)
 
     def part_of(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:

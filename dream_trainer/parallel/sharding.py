@@ -53,8 +53,7 @@ def shard_by_blocks(
         # Only for the root: a block's output is the next one's input, and the model's own inputs may contain a time or
         # a target, which half precision would round.
         output_dtype = None if is_cut(model) else torch.float32
-        policy = dataclasses.replace(policy, output_dtype=output_dtype, cast_forward_inputs=False)
-        root = root | {"mp_policy": policy}
+        root = root | {"mp_policy": dataclasses.replace(policy, output_dtype=output_dtype, cast_forward_inputs=False)}
     fully_shard(model, **root)
 
 
@@ -82,11 +81,8 @@ def refuse_unsupported(models: Mapping[str, nn.Module], world_size: int, *, are_
 
 
 def _refuse_several_dtypes(model: nn.Module, blocks: Sequence[nn.Module], left_out: set[nn.Parameter]) -> None:
-    from torch.distributed.fsdp import FSDPModule
-
     names = {parameter: name for name, parameter in model.named_parameters()}
-    wrapped = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    seen = left_out.union(*(module.parameters() for module in wrapped))
+    seen = left_out.union(*(module.parameters() for module in fsdp_modules(model)))  # type: ignore[attr-defined]
     for group in (*blocks, model):
         own = [parameter for parameter in group.parameters() if parameter.requires_grad and parameter not in seen]
         seen.update(own)

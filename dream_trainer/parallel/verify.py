@@ -128,8 +128,7 @@ class Verification:
             return
         began, device = time.perf_counter(), self.world.device
         # Without its module, which takes seconds to load, nothing is compiled.
-        is_loaded = "torch._dynamo" in sys.modules
-        eagerly = torch.compiler.set_stance("force_eager") if is_loaded else nullcontext()
+        eagerly = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
         evaluating = _without_draws(model, model if apart is None else None)
         with eagerly, evaluating, preserved_random_state(device), as_before(model), _without_zeros(model):
             misses = self._compare(name, model, apart, args, kwargs)
@@ -173,9 +172,7 @@ class Verification:
             misses.setdefault(place, _UNSEEN)
             own_output = parts[place].pop(0) if parts[place] else ()
             for part, expected in zip(leaves(own_output), leaves(output), strict=False):
-                miss = self._miss(part, expected)
-                if miss is not None:
-                    misses[place] = max(miss, misses.get(place, miss))
+                misses[place] = max(self._miss(part, expected) or _UNSEEN, misses[place])
 
         whole_args, whole_kwargs = map_tensors(
             lambda tensor: self._of_whole_sequence(tensor).detach().clone(), (args, kwargs)
@@ -323,9 +320,7 @@ class Verification:
 
     def _miss(self, part: Any, whole: Any) -> Miss | None:
         """None of what cannot be compared."""
-        if not isinstance(part, Tensor) or not isinstance(whole, Tensor):
-            return None
-        if not part.is_floating_point() or part.numel() == 0:
+        if not (isinstance(part, Tensor) and isinstance(whole, Tensor) and part.is_floating_point() and part.numel()):
             return None
         part, whole = plain(part), plain(whole)
         expected = self._own_part(whole, part.shape)

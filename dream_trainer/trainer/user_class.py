@@ -15,8 +15,7 @@ from dream_trainer.config.parameter_class import is_ours as is_ours
 from dream_trainer.config.trainer_config import check_config
 from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.events.collection import BaseCallback
-from dream_trainer.parallel.axes import AXES
-from dream_trainer.parallel.axis import Parallelism
+from dream_trainer.parallel.axis import AXES, Parallelism
 from dream_trainer.trainer.hooks import EVENTS, Hooks, MixinHooks
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dream_trainer.compat.peft import adapted_weights, base_names, peft_model
 from dream_trainer.compat.pytorch import is_dtensor, local_tensor
 from dream_trainer.meta.realize import Plan, fill, plain_name
-from dream_trainer.meta.recorded_calls import CASTS, RecordedCalls, Ref, name_of
+from dream_trainer.meta.tape import CASTS, RecordedCalls, Ref, name_of
 
 
 @dataclass(frozen=True, slots=True)

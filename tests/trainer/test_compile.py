@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dream_trainer as dt
-from dream_trainer.compat import async_collectives
+from dream_trainer.parallel import axis
 from tests.api import ConfigError, DistributedDataLoader, fsdp_modules
 from tests.overlap import overlap_on_the_cpu
 from tests.trainer import arithmetic, test_tensor_parallel as split
@@ -229,7 +229,7 @@ def test_an_overlap_without_compiled_blocks_is_refused() -> None:
 
 def trained() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patches, overlap_on_the_cpu() as calls:
-        patches.setattr(async_collectives, "why_memory_is_not_shared", lambda group, device: None)
+        patches.setattr(axis, "why_memory_is_not_shared", lambda group, device: None)
         with split.Trained(overlapping()) as trainer:
             trainer.fit()
             return {"norms": trainer.norms, "weights": split.weights_of(trainer.model), "calls": dict(calls)}

@@ -10,8 +10,7 @@ from dream_trainer.config.device_parameters import (
 )
 from dream_trainer.errors import ConfigError
 from dream_trainer.modules.recompute import recompute
-from dream_trainer.parallel.axes import RECOMPUTATION
-from dream_trainer.parallel.axis import Parallelism
+from dream_trainer.parallel.axis import RECOMPUTATION, Parallelism
 from dream_trainer.trainer.abstract import AbstractTrainer
 
 

@@ -10,8 +10,7 @@ from dream_trainer.config.device_parameters import CompileConfigMixin, CompilePa
 from dream_trainer.errors import StepError
 from dream_trainer.modules.class_change import change_class, own_class
 from dream_trainer.modules.recompute import BlockState, Moves, Recomputed
-from dream_trainer.parallel.axes import COMPILATION, Traced
-from dream_trainer.parallel.axis import Parallelism
+from dream_trainer.parallel.axis import COMPILATION, Parallelism, Traced
 from dream_trainer.parallel.joined_buffers import unread_in_training
 from dream_trainer.trainer.abstract import AbstractTrainer
 

@@ -20,8 +20,7 @@ from dream_trainer.distributed.world import World
 from dream_trainer.errors import DataError, HookError
 from dream_trainer.loggers.buffer import NoRecord
 from dream_trainer.nested import leaves
-from dream_trainer.parallel.axes import CONTEXT
-from dream_trainer.parallel.axis import Parallelism
+from dream_trainer.parallel.axis import CONTEXT, Parallelism
 from dream_trainer.parallel.micro_batches import digest
 from dream_trainer.trainer.abstract import AbstractTrainer
 

@@ -7,8 +7,7 @@ from typing import ClassVar
 from torch.distributed.device_mesh import DeviceMesh
 
 from dream_trainer.errors import HookError
-from dream_trainer.parallel.axes import EXPERT
-from dream_trainer.parallel.axis import Parallelism
+from dream_trainer.parallel.axis import EXPERT, Parallelism
 from dream_trainer.parallel.mixture_of_experts import MoE, split_experts
 from dream_trainer.trainer.abstract import AbstractTrainer
 

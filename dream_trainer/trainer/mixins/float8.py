@@ -10,8 +10,7 @@ import torch.nn as nn
 from dream_trainer.config.device_parameters import Float8ConfigMixin, Float8Parameters
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError
-from dream_trainer.parallel.axes import FLOAT8
-from dream_trainer.parallel.axis import Parallelism
+from dream_trainer.parallel.axis import FLOAT8, Parallelism
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.runtime import Runtime
 
@@ -43,8 +42,12 @@ class Float8Mixin(AbstractTrainer):
         Raises:
             ConfigError: The device has no such products; a model has no repeated blocks, or no layer in them fits.
         """
-        from dream_trainer.compat.torchao import float8_config
-        from dream_trainer.modules.float8_linears import compute_in_float8, gather_in_float8, has_products
+        from dream_trainer.modules.float8_linears import (
+            compute_in_float8,
+            float8_config,
+            gather_in_float8,
+            has_products,
+        )
 
         recipe, parameters = self._runtime.config.device_parameters.float8, self._runtime.config.float8_parameters
         if not parameters.emulate and not has_products(self.world.device):

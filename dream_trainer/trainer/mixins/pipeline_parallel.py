@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dream_trainer.config.device_parameters import PipelineParallelConfigMixin, PipelineParallelParameters
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.modules.precision import half_dtype, without_autocast
-from dream_trainer.parallel.axes import PIPELINE
-from dream_trainer.parallel.axis import Parallelism
+from dream_trainer.parallel.axis import PIPELINE, Parallelism
 from dream_trainer.parallel.joined_buffers import batch_norms
 from dream_trainer.parallel.parallel_models import naming_what_is_elsewhere
 from dream_trainer.parallel.sharding import fsdp_modules, is_cut, remember_cut, ties_of

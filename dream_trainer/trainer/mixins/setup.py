@@ -1,6 +1,6 @@
 """SetupMixin: builds the models, parallelises and materialises them, then data, optimizers, schedulers and metrics.
 
-The order is three lists, `CONFIGURE`, the parallelisms (parallel/axes.py) and `SETUP`, with the reason for each place;
+The order is three lists, `CONFIGURE`, the parallelisms (parallel/axis.py) and `SETUP`, with the reason for each place;
 `describe()` prints them.
 """
 
@@ -24,8 +24,7 @@ from dream_trainer.modules.metrics import parts
 from dream_trainer.modules.precision import half_dtype, norms_in_float32, sharding_policy
 from dream_trainer.optim.muon import Muon
 from dream_trainer.optim.optimizers import refuse_unshardable
-from dream_trainer.parallel.axes import AXES
-from dream_trainer.parallel.axis import AxisSetup, Parallelism
+from dream_trainer.parallel.axis import AXES, AxisSetup, Parallelism
 from dream_trainer.parallel.joined_buffers import JoinedBuffers, make_equal
 from dream_trainer.parallel.sharding import (
     keep_recurrent_weights_in_place,

@@ -9,8 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dream_trainer.checks import listed
 from dream_trainer.config.device_parameters import TensorParallelConfigMixin
-from dream_trainer.parallel.axes import TENSOR
-from dream_trainer.parallel.axis import Parallelism
+from dream_trainer.parallel.axis import TENSOR, Parallelism
 from dream_trainer.trainer.abstract import AbstractTrainer
 
 
