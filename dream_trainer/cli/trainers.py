@@ -84,16 +84,12 @@ class PlanTrainer(OfProgram, Shows):
     second that a rank sends to ranks of its host, and of other hosts."""
 
     def run(self, *overrides: str) -> int:
+        from dream_trainer.planning.planned_trainer import RankJob
         from dream_trainer.planning.planner import Rates, make_plan, markdown
         from dream_trainer.weights.weight_files import parse_size
 
-        found = make_plan(
-            self.program(*overrides),
-            self.world,
-            rank=self.rank,
-            ranks_per_host=self.ranks_per_host,
-            rates=Rates(*self.rates) if self.search else None,
-            memory=None if self.gpu_memory is None else parse_size(self.gpu_memory),
-        )
+        job = RankJob(program=self.program(*overrides), world_size=self.world, ranks_per_host=self.ranks_per_host)
+        memory = None if self.gpu_memory is None else parse_size(self.gpu_memory)
+        found = make_plan(job, self.rank, memory, Rates(*self.rates) if self.search else None)
         show(json.dumps(asdict(found), indent=2) if self.as_json else markdown(found))
         return int(found.fits is False)

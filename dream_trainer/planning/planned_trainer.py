@@ -58,8 +58,6 @@ TEMPORARIES = "temporaries"  # made in backward or by the optimizer, and of no o
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """Bytes that lived between two ticks, and their purpose, which may be found out later."""
-
     n_bytes: int
     kind: str
     module: str
@@ -81,8 +79,8 @@ class Crossing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepMeasure:
-    """A step on one rank."""
+class RankPlan:
+    """One rank's memory and traffic in a step."""
 
     peak: int
     at_peak: dict[str, int]  # bytes at the peak by kind
@@ -90,6 +88,12 @@ class StepMeasure:
     traffic: list[Crossing]
     flops: int  # of matrix products and attention, with what is computed again
     read: dict[str, int]  # lines that asked a tensor for its value, with the number of times
+    trainer: str
+    rank: int
+    world_size: int
+    mesh: dict[str, int]
+    settings: dict[str, Any]  # values of the config that a smaller peak would change, and a pipeline's parts of a batch
+    numbers: list[int] | None = None  # the numbers that the first stage of a pipeline sends to the next
 
 
 class Tracker(TorchDispatchMode):
@@ -119,8 +123,8 @@ class Tracker(TorchDispatchMode):
                 piece.module = piece.module if module is None else module
 
     def module_of(self, tensor: Tensor) -> str | None:
-        """Of a tensor that lives."""
-        return self._alive[key].module if (key := storage_id(local_tensor(tensor))) in self._alive else None
+        piece = self._alive.get(storage_id(local_tensor(tensor)))
+        return None if piece is None else piece.module
 
     def _note(self, tensor: Tensor, kind: str) -> Piece:
         storage, key = tensor.untyped_storage(), storage_id(tensor)
@@ -131,8 +135,8 @@ class Tracker(TorchDispatchMode):
 
     def _add(self, key: int, n_bytes: int, kind: str, module: str) -> None:
         self._tick += 1
-        self._alive[key] = Piece(n_bytes, kind, module, self._tick)
-        self._pieces.append(self._alive[key])
+        piece = self._alive[key] = Piece(n_bytes, kind, module, self._tick)
+        self._pieces.append(piece)
         self._total += n_bytes
         if self._total > self._peak:
             self._peak, self._peak_at = self._total, self._tick
@@ -147,7 +151,7 @@ class Tracker(TorchDispatchMode):
 
     @contextmanager
     def window(self, modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
-        """Inside, counts what `measured` returns."""
+        """Inside, counts what `plan_of` returns."""
         self._names = {id(part): path for path, part in modules}
         for counted in (self._sent, self._read, self._inside):
             counted.clear()
@@ -170,21 +174,37 @@ class Tracker(TorchDispatchMode):
             stack.enter_context(self)
             yield
 
-    def measured(self, world: Any) -> StepMeasure:
-        """The last window."""
+    def plan_of(self, trainer: Any) -> RankPlan:
         kinds, modules = Counter[str](), Counter[str]()
         for piece in self._pieces:
             if piece.born <= self._peak_at <= piece.died:
                 kinds[piece.kind] += piece.n_bytes
                 modules[piece.module] += piece.n_bytes
+        world, training = trainer.world, trainer.config.training_parameters
         traffic = [_crossing(world, *key, sent) for key, sent in self._sent.items()]
-        return StepMeasure(
+        pipeline: Any = vars(trainer.config).get("pipeline_parallel_parameters")
+        parts = 1
+        if pipeline is not None:
+            parts = pipeline.stages_of_each_rank * (pipeline.microbatches or 2 * world.mesh_shape.pp)
+        return RankPlan(
             peak=self._peak,
             at_peak=dict(kinds),
             modules=dict(modules),
             traffic=sorted(traffic, key=lambda row: (row.dimensions, row.operation)),
             flops=self._flops,
             read={line: times for line, times in self._read.items() if line},
+            trainer=type(trainer).__name__,
+            rank=world.rank,
+            world_size=world.world_size,
+            mesh=world.mesh_shape._asdict(),
+            settings={
+                "activation_checkpointing": trainer.config.device_parameters.activation_checkpointing,
+                "train_batch_size": training.train_batch_size,
+                "global_batch_size": training.global_batch_size,
+                "accumulation": trainer.accumulation_steps,
+                "parts": parts,
+            },
+            numbers=vars(world).get("sent_numbers"),
         )
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -204,7 +224,11 @@ class Tracker(TorchDispatchMode):
         namespace, name = name_of_operation(func) or ("", "")
         has_none = bool(args) and isinstance(args[0], FakeTensor)
         if has_none and namespace == "aten" and name in ("_local_scalar_dense", "equal"):
-            return self._answer(name, args[0])
+            if self.is_users_turn:
+                self._read[line_running_in(sys._current_frames()[threading.get_ident()])] += 1
+            if name == "equal" or args[0].dtype is torch.bool:  # tensors are equal, and a boolean is False
+                return name == "equal"
+            return 1.0 if args[0].is_floating_point() else 1
         # Without values what is waited for would be another tensor.
         result = args[0] if has_none and name == "wait_tensor" else func(*args, **kwargs)
         if namespace in ("c10d", "_c10d_functional", "fsdp"):
@@ -217,14 +241,6 @@ class Tracker(TorchDispatchMode):
             if isinstance(tensor, Tensor) and not (tensor.is_meta or is_traceable_wrapper_subclass_type(type(tensor))):
                 self._note(tensor, kind)
         return result
-
-    def _answer(self, name: str, tensor: Tensor) -> float | int | bool:
-        """A value of a tensor that has none: 1, False, and that two tensors are equal."""
-        if self.is_users_turn:
-            self._read[line_running_in(sys._current_frames()[threading.get_ident()])] += 1
-        if name == "equal":
-            return True
-        return False if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
 
     def _note_communication(self, namespace: str, name: str, args: Any, kwargs: Any, result: Any) -> None:
         given = [tensor for tensor in leaves((args, kwargs)) if isinstance(tensor, Tensor)]
@@ -264,7 +280,6 @@ _COLLECTIVES: dict[str, tuple[str, Callable[[list[Tensor], Any], Any]]] = {
     "_reduce_scatter_base_": ("reduce_scatter", lambda given, result: given[1]),
     "alltoall_base_": ("all_to_all", lambda given, result: given[1]),
     "allreduce_": ("all_reduce", lambda given, result: given),
-    "broadcast_": ("broadcast", lambda given, result: given),
     "all_gather_into_tensor": ("all_gather", lambda given, result: result),
     "reduce_scatter_tensor": ("reduce_scatter", lambda given, result: given[0]),
     "all_to_all_single": ("all_to_all", lambda given, result: given[0]),
@@ -277,18 +292,13 @@ def _crossing(world: Any, operation: str, group: str, calls: list[int]) -> Cross
     ranks, n_bytes = ranks_of_group(group), sum(calls)
     n, hosts = len(ranks), len({*map(world.host_of, ranks)})
     share = _SHARES[operation] * (n - 1) / n if operation in _SHARES else float(operation != "receive")
-    return Crossing(operation, _dimensions(world, ranks), n, len(calls), n_bytes, round(share * n_bytes), hosts)
-
-
-def _dimensions(world: Any, ranks: list[int]) -> str:
-    """The mesh dimensions along which ranks differ."""
-    names, step = list[str](), world.world_size
+    dimensions, step = list[str](), world.world_size  # along which the ranks differ
     for name, size in world.mesh_shape._asdict().items():
         step //= size
         different = len({rank // step % size for rank in ranks})
         if different > 1:
-            names.append(name if different == size else f"{name} ({different} of {size})")
-    return " x ".join(names)
+            dimensions.append(name if different == size else f"{name} ({different} of {size})")
+    return Crossing(operation, " x ".join(dimensions), n, len(calls), n_bytes, round(share * n_bytes), hosts)
 
 
 class PlanError(DreamTrainerError):
@@ -349,22 +359,20 @@ class PlannedWorld(World):
 class Valueless(Replay):
     """Makes the tensors of models without values, in the places of those on meta and of real ones."""
 
-    def __init__(self, mode: AbstractContextManager[Any]) -> None:
-        self.mode: Any = mode
+    def __init__(self) -> None:
+        self.mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
         self._like = cache(self._without_values)
 
     @override
     def fill(self, group: list[MetaPlace], tape: Tape, device: torch.device) -> None:
-        """Gives the places of one storage tensors over one storage."""
         n_bytes = tape.history.storages[group[0].note.ref.storage].meta.nbytes()
         storage = torch.UntypedStorage(n_bytes, device="meta")
         for place in group:
-            if place.part is not None:
-                put(place, place.part)
-            else:
-                real: Any = FakeTensor(self.mode, place.note.ref.view(storage), device)
+            real: Any = place.part
+            if real is None:
+                real = FakeTensor(self.mode, place.note.ref.view(storage), device)
                 real._is_param = isinstance(place.tensor, nn.Parameter)
-                put(place, real)
+            put(place, real)
 
     @override
     def settle(self, model: nn.Module, device: torch.device) -> None:
@@ -387,8 +395,6 @@ Changes = Mapping[str, Any]  # values of a config by their place, such as `devic
 
 @dataclass(frozen=True, kw_only=True)
 class RankJob:
-    """A rank to plan."""
-
     program: Program
     rank: int = 0
     world_size: int = 1
@@ -398,7 +404,6 @@ class RankJob:
 
 
 _OF_TENSORS = ("materialise", "configure_optimizers", "configure_schedulers", "configure_metrics")  # stages of setup
-LEFT_OUT = "pretrained weights, resuming, validation, saves, loggers, callbacks, verification, compilation"
 
 
 class MeasuredTrainer(BaseTrainer):
@@ -406,7 +411,7 @@ class MeasuredTrainer(BaseTrainer):
 
     _job: ClassVar[RankJob] = RankJob(program=Program())
     _scratch: ClassVar[str]
-    _done: ClassVar[Callable[[Any, StepMeasure], None]]
+    _done: ClassVar[Callable[[RankPlan], None]]
     _tracker: Tracker
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -437,7 +442,7 @@ class MeasuredTrainer(BaseTrainer):
         for path, part in self._parts():
             self._tracker.mark(part.parameters(recurse=False), "parameters", path)
             self._tracker.mark(part.buffers(recurse=False), "buffers", path)
-        steps: list[StepMeasure] = []
+        steps: list[RankPlan] = []
         for _ in range(2):
             window = next_window(runtime)
             if window is None:
@@ -445,11 +450,10 @@ class MeasuredTrainer(BaseTrainer):
             with self._values():
                 with self._tracker.window(self._parts()):
                     self._run_window(window)
-                steps.append(self._tracker.measured(self.world))
-        type(self)._done(self, max(steps, key=lambda each: each.peak))
+                steps.append(self._tracker.plan_of(self))
+        type(self)._done(max(steps, key=lambda each: each.peak))
 
     def _values(self) -> AbstractContextManager[Any]:
-        """The context in which tensors are made."""
         return nullcontext()
 
     @override
@@ -466,8 +470,7 @@ class MeasuredTrainer(BaseTrainer):
 
     @override
     def move_batch(self, batch: Any, device: torch.device) -> Any:
-        """A copy of the loader's, as it would be on another device."""
-        copy = map_tensors(self._copy, super().move_batch(batch, device))
+        copy = map_tensors(self._copy, super().move_batch(batch, device))  # as it would be on another device
         self._tracker.mark(leaves(copy), "inputs")
         return copy
 
@@ -504,7 +507,7 @@ class PlannedTrainer(MeasuredTrainer):
 
     @override
     def _join_world(self, parameters: DeviceParameters, workers: Any) -> World:
-        vars(self)["_made"] = Valueless(FakeTensorMode(allow_non_fake_inputs=True))
+        vars(self)["_made"] = Valueless()
         world = PlannedWorld(parameters, shard_by_default=self._shards_parameters, workers=workers)
         world.known_numbers = self._job.numbers
         return world
@@ -534,7 +537,5 @@ class PlannedTrainer(MeasuredTrainer):
                 of_user._run_stage(stage, build)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        raise ConfigError(
-            "a plan is of fit(), and the program calls evaluate() before. Give a function that returns "
-            "the trainer: PROGRAM:FUNCTION."
-        )
+        told = "a plan is of fit(), and the program calls evaluate() before. Give a function that returns the trainer"
+        raise ConfigError(f"{told}: PROGRAM:FUNCTION.")

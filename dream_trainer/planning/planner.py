@@ -23,23 +23,11 @@ from torch.distributions import Distribution
 
 from dream_trainer.checks import refuse
 from dream_trainer.errors import ConfigError
-from dream_trainer.planning.planned_trainer import LEFT_OUT, Changes, PlanError, PlannedTrainer, RankJob, StepMeasure
+from dream_trainer.planning.planned_trainer import Changes, PlanError, PlannedTrainer, RankJob, RankPlan as RankPlan
 from dream_trainer.screen import format_bytes, show
 from dream_trainer.testing.checked_runs import end, fork, write_whole
 from dream_trainer.testing.program import Program, apart, become_rank, preload
 from dream_trainer.weights.weight_files import parse_size
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankPlan(StepMeasure):
-    """One rank's memory and traffic in a step."""
-
-    trainer: str
-    rank: int
-    world_size: int
-    mesh: dict[str, int]
-    settings: dict[str, Any]  # values of the config that a smaller peak would change, and a pipeline's parts of a batch
-    numbers: list[int] | None = None  # the numbers that the first stage of a pipeline sends to the next
 
 
 @dataclass(frozen=True)
@@ -124,34 +112,11 @@ def _run(job: RankJob, scratch: Path) -> NoReturn:
     Distribution.set_default_validate_args(False)  # its checks look at values
     become_rank(job.rank, job.world_size, min(job.ranks_per_host, job.world_size))
 
-    def done(trainer: Any, measured: StepMeasure) -> NoReturn:
-        write_whole(scratch / "found", plan_of(trainer, measured))
+    def done(plan: RankPlan) -> NoReturn:
+        write_whole(scratch / "found", plan)
         end(0)
 
     job.program.run(PlannedTrainer, _done=staticmethod(done), _job=job, _scratch=str(scratch / "runs"))
-
-
-def plan_of(trainer: Any, measured: StepMeasure) -> RankPlan:
-    """Of the rank that `trainer` is, real or planned."""
-    world, config = trainer.world, trainer.config
-    training, stages = config.training_parameters, world.mesh_shape.pp
-    pipeline: Any = vars(config).get("pipeline_parallel_parameters")
-    settings = {
-        "activation_checkpointing": config.device_parameters.activation_checkpointing,
-        "train_batch_size": training.train_batch_size,
-        "global_batch_size": training.global_batch_size,
-        "accumulation": trainer.accumulation_steps,
-        "parts": 1 if pipeline is None else pipeline.stages_of_each_rank * (pipeline.microbatches or 2 * stages),
-    }
-    return RankPlan(
-        trainer=type(trainer).__name__,
-        rank=world.rank,
-        world_size=world.world_size,
-        mesh=world.mesh_shape._asdict(),
-        **vars(measured),
-        settings=settings,
-        numbers=vars(world).get("sent_numbers"),
-    )
 
 
 MOST_RANKS = 4096
@@ -180,21 +145,12 @@ class MeshPlan:
         return next((each for each in self.tried if each.fits(self.memory)), None)
 
 
-def make_plan(
-    program: Program,
-    world_size: int,
-    *,
-    rank: int | None = None,
-    ranks_per_host: int = 8,
-    memory: int | None = None,
-    rates: Rates | None = None,
-) -> MeshPlan:
+def make_plan(job: RankJob, rank: int | None, memory: int | None, rates: Rates | None) -> MeshPlan:
     """Plans in processes forked from this one, which should have no threads; with `rates`, searches meshes."""
     if rates is not None:
         refuse(memory is None, "--search needs the memory of a device. Write it too, such as --gpu-memory 80GiB.")
         given = vars(rates).values()
         refuse(min(given) <= 0, f"--rates {' '.join(map(str, given))}: a rate is not above 0.")
-    job = RankJob(program=program, world_size=world_size, ranks_per_host=ranks_per_host)
     plans = plan_ranks(job, rank)
     worst = max(plans.values(), key=lambda each: each.peak)
     found = MeshPlan(worst=worst, ranks={number: each.peak for number, each in plans.items()}, memory=memory)
@@ -223,9 +179,9 @@ def _tell(line: str) -> None:
 def _tried(plan: MeshPlan, job: RankJob) -> Iterator[Tried]:
     """One change after the other, from the one that costs least, until it fits; in the end all of them."""
     together: dict[str, Any] = {}
-    recomputing, sharded, accumulating, in_parts = _changes(plan.worst)
-    for kind in (recomputing, sharded, accumulating, in_parts):
-        last: Changes = {}
+    *kinds, in_parts = _changes(plan.worst)
+    for kind in (*kinds, in_parts):
+        last: Changes = {}  # that can be planned
         for name, changes in kind.items():
             _tell(f"rank {job.rank} with {name}")
             found = tried(name, replace(job, changes=changes))
@@ -245,14 +201,14 @@ def _changes(plan: RankPlan) -> Iterator[Mapping[str, Changes]]:
     copies, shards, size = mesh["dp_replicate"], mesh["dp_shard"], settings["train_batch_size"]
     ways = WAYS[WAYS.index(settings["activation_checkpointing"]) + 1 :]
     yield {f"{way} recomputation": {"device.activation_checkpointing": way} for way in ways}
-    more = [n for n in range(2, copies + 1) if copies % n == 0 and (n & (n - 1) == 0 or n == copies)]
     yield {
         f"shards over {shards * n} ranks": {"device.dp_replicate": copies // n, "device.dp_shard": shards * n}
-        for n in more
+        for n in range(2, copies + 1)
+        if copies % n == 0 and (n & (n - 1) == 0 or n == copies)
     }
     also: dict[str, Any] = {"training.sync_policy": "reduce_scatter_each"} if shards > 1 else {}
     accumulating, times = {}, 2  # by default gradients of shards would be whole between micro-batches
-    while size % times == 0 and size >= times:
+    while size % times == 0:
         if settings["global_batch_size"] is None:
             also = {"training.gradient_accumulation_steps": settings["accumulation"] * times} | also
         accumulating[f"micro-batches of {size // times}"] = {"training.train_batch_size": size // times} | also
@@ -272,19 +228,17 @@ def _changes(plan: RankPlan) -> Iterator[Mapping[str, Changes]]:
 
 def _meshes(world_size: int, ranks_per_host: int) -> Iterator[dict[str, int]]:
     """Replicas and shards, each alone and with one further axis of up to 8 ranks of a host."""
-    for axis, size in ((None, 1), *((axis, size) for axis in AXES for size in (2, 4, 8))):
+    for axis, size in (("tensor_parallel", 1), *((axis, size) for axis in AXES for size in (2, 4, 8))):
         if world_size % size == 0 and size <= ranks_per_host:
             rest = world_size // size
             of_a_host = max(n for n in range(1, max(1, ranks_per_host // size) + 1) if rest % n == 0)
             for shards in sorted({rest, of_a_host, 1}, reverse=True):
-                sizes = {"dp_replicate": rest // shards, "dp_shard": shards, **dict.fromkeys(AXES, 1)}
-                yield sizes if axis is None else sizes | {axis: size}
+                yield {"dp_replicate": rest // shards, "dp_shard": shards, **dict.fromkeys(AXES, 1), axis: size}
 
 
 def _searched(given: RankPlan, job: RankJob, memory: int, rates: Rates) -> list[Tried]:
     """All meshes, those that fit first, the cheapest of them at the top; `given` is the config's as it is."""
-    found: list[Tried] = []
-    failed: set[str] = set()  # axes with which greater sizes would fail too
+    found, failed = list[Tried](), set[str]()  # axes with which greater sizes would fail too
     for sizes in _meshes(job.world_size, job.ranks_per_host):
         axis = next((name for name in AXES if sizes[name] > 1), "")
         for way in WAYS if axis not in failed else ():
@@ -305,11 +259,9 @@ def _searched(given: RankPlan, job: RankJob, memory: int, rates: Rates) -> list[
 
 
 def _cost_of(plan: RankPlan, rates: Rates) -> Cost:
-    """Seconds for the operations and bytes of a plan."""
     settings, mesh = plan.settings, plan.mesh
-    waits = 1 + (mesh["pp"] - 1) / settings["parts"]
     return Cost(
-        compute=plan.flops / (rates.tflops * 1e12) * waits,
+        compute=plan.flops / (rates.tflops * 1e12) * (1 + (mesh["pp"] - 1) / settings["parts"]),
         host=sum(each.sent for each in plan.traffic if each.hosts == 1) / (rates.host_gb * 1e9),
         network=sum(each.sent for each in plan.traffic if each.hosts > 1) / (rates.network_gb * 1e9),
         samples=settings["train_batch_size"] * settings["accumulation"] * mesh["dp_replicate"] * mesh["dp_shard"],
@@ -347,18 +299,18 @@ def plan(
             assert plan("train.py", world=64, gpu_memory="80GiB").fits
         ```
     """
-    options: dict[str, Any] = {"rank": rank, "ranks_per_host": ranks_per_host}
-    options["memory"] = None if gpu_memory is None else parse_size(gpu_memory)
-    options["rates"] = Rates() if search else None
+    of_user = replace(Program.of(program), arguments=overrides)
+    job = RankJob(program=of_user, world_size=world, ranks_per_host=ranks_per_host)
+    memory = None if gpu_memory is None else parse_size(gpu_memory)
     try:
-        (found,) = apart(f"{__name__}.send", replace(Program.of(program), arguments=overrides), world, **options)
+        (found,) = apart(f"{__name__}.send", job, rank, memory, Rates() if search else None)
     except ConfigError as error:
         raise PlanError(str(error)) from error
     return cast(MeshPlan, found)
 
 
-def send(program: Program, world: int, asker: Connection, **options: Any) -> None:
-    asker.send(make_plan(program, world, **options))
+def send(job: RankJob, rank: int | None, memory: int | None, rates: Rates | None, asker: Connection) -> None:
+    asker.send(make_plan(job, rank, memory, rates))
 
 
 # -- A plan as Markdown.
@@ -375,6 +327,7 @@ _MEANS = {
     "temporaries": "made in backward, or by the optimizer",
 }
 _SHOWN_MODULES = 12
+_LEFT_OUT = "pretrained weights, resuming, validation, saves, loggers, callbacks, verification, compilation"
 
 
 def _table(header: str, rows: Iterable[Iterable[object]]) -> list[str]:
@@ -383,7 +336,6 @@ def _table(header: str, rows: Iterable[Iterable[object]]) -> list[str]:
 
 
 def markdown(plan: MeshPlan) -> str:
-    """The whole report."""
     worst = plan.worst
     mesh = " x ".join(f"{name}={size}" for name, size in worst.mesh.items() if size > 1)
     ranks = f"{worst.world_size} ranks ({mesh})" if mesh else "one rank"
@@ -398,16 +350,16 @@ def markdown(plan: MeshPlan) -> str:
         lines += _table("Change | Peak | Sent in a step | Flags", map(_row_of_change, plan.tried))
     lines += _table_of_meshes(plan) if plan.meshes else []
     lines += _modules(worst)
-    sent = "In a step | Over | Ranks | Calls | Bytes | A rank sends"
     rows = [
         [each.operation, each.dimensions, each.ranks, f"{each.calls:,}", f"{each.n_bytes:,}", format_bytes(each.sent)]
         for each in worst.traffic
     ]
-    lines += _table(sent, rows) if rows else ["", "Nothing is sent."]
+    nothing = ["", "Nothing is sent."]
+    lines += _table("In a step | Over | Ranks | Calls | Bytes | A rank sends", rows) if rows else nothing
     if worst.read:
         lines += ["", "Asked for values, which a plan does not have; they got 1 or False:", ""]
         lines += [f"- {line}" for line in worst.read]
-    lines += ["", f"Left out: {LEFT_OUT}. Kernels are those of the CPU."]
+    lines += ["", f"Left out: {_LEFT_OUT}. Kernels are those of the CPU."]
     return "\n".join(lines)
 
 

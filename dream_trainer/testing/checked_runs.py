@@ -8,11 +8,9 @@ import os
 import pickle
 import random
 import re
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -24,7 +22,8 @@ from itertools import count
 from math import gcd, prod
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, Self
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar, NoReturn
 from unittest.mock import Mock
 
 import numpy as np
@@ -38,11 +37,9 @@ from dream_trainer.data.lane_stream import StreamLoader
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.distributed.failure import is_lost_connection
 from dream_trainer.errors import ConfigError, DreamTrainerError, failing_frame, is_own, line_of
-from dream_trainer.parallel.mixture_of_experts import MoE
 from dream_trainer.testing.program import Program, become_rank, change, move, overridden
 from dream_trainer.testing.run_probe import Probe
 from dream_trainer.trainer.base import BaseTrainer
-from dream_trainer.trainer.mixins.expert_parallel import ExpertParallelMixin
 
 AXES = ("dp_replicate", "dp_shard", "tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel")
 
@@ -74,8 +71,7 @@ class Job:
         return prod(size for name, size in self.sizes.items() if name != "expert_parallel")  # which divides others
 
     @property
-    def parts(self) -> int:
-        """Into how many the samples of a step are cut."""
+    def parts(self) -> int:  # into which the samples of a step are cut
         return self.sizes.get("dp_replicate", 1) * self.sizes.get("dp_shard", 1)
 
 
@@ -123,13 +119,10 @@ class _CheckedTrainer(BaseTrainer):
         self.close()
         # Of packages that the program has imported, which are imported once for all further runs.
         of_packages = [n for n, m in sorted(sys.modules.items()) if "-packages" in str(getattr(m, "__file__", ""))]
-        modules = [name for name in of_packages if not name.startswith("_")]
         probe: Any = self.config.callbacks.get(Probe)
-        parts = (part for model in self.named_models().values() for part in model.modules())
-        has_experts = isinstance(self, ExpertParallelMixin) and any(isinstance(part, MoE) for part in parts)
-        facts = {"modules": modules, "parses": vars(command_line)["parse"].called}
-        facts |= {"staged": self._is_staged, "experts": has_experts}
-        write_whole(Path(self._job.directory, f"record_{os.environ['RANK']}"), probe.record | facts)
+        record = probe.record | {"modules": [name for name in of_packages if not name.startswith("_")]}
+        record |= {"parses": vars(command_line)["parse"].called, "staged": self._is_staged}
+        write_whole(Path(self._job.directory, f"record_{os.environ['RANK']}"), record)
         end(0)
 
 
@@ -156,7 +149,6 @@ def _change_loaders(job: Job) -> None:
 
 
 def start_rank(job: Job, rank: int) -> int:
-    """Starts the process of a rank, and returns its id."""
     if not job.hash_seed:
         return fork(Path(job.directory), rank, partial(_train, job, rank))
     path = Path(job.directory, "job")
@@ -166,7 +158,6 @@ def start_rank(job: Job, rank: int) -> int:
 
 
 def train_again(path: str, rank: int) -> None:
-    """In a new interpreter."""
     sys.path[:], job = pickle.loads(Path(path).read_bytes())
     _live(Path(job.directory), rank, partial(_train, job, rank))
 
@@ -189,7 +180,6 @@ def _train(job: Job, rank: int) -> None:
 
 
 def fork(directory: Path, rank: int, work: Callable[[], object]) -> int:
-    """Forks a process that does the work, and returns its id."""
     sys.stdout.flush()
     sys.stderr.flush()
     if (pid := os.fork()) == 0:
@@ -234,7 +224,7 @@ def note_error(directory: Path, rank: int | str, error: BaseException) -> None:
         "text": f"{kind}{' '.join(str(error).split())}{place}",
         "is_argument": isinstance(error, ConfigError) and not place,  # of the command, not of the program
         "is_consequence": is_lost_connection(error),  # another rank failed first
-        "trace": "".join(traceback.format_list(frames)) + "".join(traceback.format_exception_only(error)),
+        "trace": "".join([*traceback.format_list(frames), *traceback.format_exception_only(error)]),
     }
     write_whole(directory / f"error_{rank}", told)
 
@@ -270,8 +260,7 @@ class Run:
     def is_whole(self) -> bool:
         return len(self.records) == self.job.ranks and self.error is None
 
-    def why(self) -> str:
-        """Why there is no record."""
+    def why(self) -> str:  # there is no record
         if self.waiting:
             return "it hangs: " + "; ".join(f"rank {rank} is at {place}" for rank, place in enumerate(self.waiting))
         if self.error is not None:
@@ -279,36 +268,31 @@ class Run:
         return f"ranks ended with exit codes {[*self.codes.values()]}"
 
     def output(self) -> str:
-        """The terminal output of its ranks."""
         return "\n".join(file.read_text(errors="replace") for file in sorted(Path(self.job.directory).glob("output_*")))
 
 
 class Launcher:
-    """Runs jobs of one program, in a `with`. They go on while one of them is waited for, until the asker is gone."""
+    """Runs jobs of one program. They go on while one of them is waited for, until the asker is gone."""
 
     def __init__(self, program: Program, asker: Connection) -> None:
         self.program, self._asker = program, asker
         self.patience = 120.0  # seconds without a finished batch on any rank
+        self.values: dict[str, Any] = {}  # of each Job
+        self._scratch = TemporaryDirectory(prefix="dream-trainer-check-", ignore_cleanup_errors=True)
         self._cores = max(2, len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 2)
         self._free, self._number = self._cores, count()
-        self._runs: dict[str, list[Run]] = {}
+        self.runs: dict[str, list[Run]] = {}
         self._going: dict[str, Iterator[None]] = {}
 
-    def __enter__(self) -> Self:
-        self._directory = Path(tempfile.mkdtemp(prefix="dream-trainer-check-"))
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
         self._going.clear()  # whose runs end their ranks
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._scratch.cleanup()
 
-    def start(self, name: str, *jobs: Mapping[str, Any]) -> None:
-        """Starts runs when cores are free, each with these fields of a Job; one after the other continues the last."""
-        self._runs[name] = []
-        self._going[name] = self._chain(name, jobs)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._runs
+    def start(self, name: str, *links: dict[str, Any], **values: Any) -> None:
+        """Starts runs when cores are free, with these fields of a Job; each of the links continues the last."""
+        if name not in self.runs:
+            self.runs[name] = []
+            self._going[name] = self._chain(name, [self.values | values | link for link in links or ({},)])
 
     def __getitem__(self, name: str) -> list[Run]:
         while name in self._going:
@@ -317,21 +301,21 @@ class Launcher:
                     del self._going[each]
             if self._asker.poll(0.01):
                 raise EOFError
-        return self._runs[name]
+        return self.runs[name]
 
     def _chain(self, name: str, jobs: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-        runs_dir = str(self._directory / f"runs_{next(self._number)}")
+        runs_dir = f"{self._scratch.name}/runs_{next(self._number)}"
         for values in jobs:
-            directory = self._directory / f"job_{next(self._number)}"
-            directory.mkdir()
-            job = Job(program=self.program, directory=str(directory), runs_dir=runs_dir, port=free_port(), **values)
+            directory = f"{self._scratch.name}/job_{next(self._number)}"
+            os.mkdir(directory)
+            job = Job(program=self.program, directory=directory, runs_dir=runs_dir, port=free_port(), **values)
             run, need = Run(job), min(job.ranks, self._cores)
             while self._free < need:
                 yield
             self._free -= need
             yield from self._live(run)
             self._free += need
-            self._runs[name].append(run)
+            self.runs[name].append(run)
             self._asker.send(f"{name}: {run.seconds:.1f} s")
             if not run.is_whole and job.killed is None:
                 break

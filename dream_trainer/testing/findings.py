@@ -8,8 +8,8 @@ import re
 import signal
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
-from functools import cache, cached_property
+from contextlib import closing, suppress
+from functools import cache, cached_property, partial
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -53,7 +53,7 @@ class TrainerChecks:
 
     def findings(self, checks: Sequence[str] = CHECKS, meshes: Sequence[str] | None = None) -> Iterator[Finding]:
         """Runs the program once, to learn how long it is, and then as these checks need it."""
-        self._launcher.start("first look", {"stop_at": 2, "saves": 0})
+        self._launcher.start("first look", stop_at=2, saves=0)
         scout = self["first look"]
         if scout.error is not None and scout.error["is_argument"]:
             raise ConfigError(scout.error["text"])
@@ -65,12 +65,12 @@ class TrainerChecks:
                 import_module(name)
         self._launcher.patience = 20 + 3 * scout.seconds
         self.facts = record["facts"]
-        arguments = self._launcher.program.arguments
+        arguments = " ".join(self._launcher.program.arguments)
         if arguments and not record["parses"]:
             told = "changed no config: the program does not call dream_trainer.config.parse, nor from_cli"
-            yield Finding("arguments", None, f"{' '.join(arguments)} {told}")
+            yield Finding("arguments", None, f"{arguments} {told}")
         self._plan(record)
-        self.meshes = self._meshes(record, meshes)
+        self.meshes = self._meshes(record["staged"], meshes)
         self._start(checks)
         for run in (self["alone"], self["again"]):
             if not run.is_whole:
@@ -98,24 +98,27 @@ class TrainerChecks:
         places = [2 * length + 1] if self._quick else [2, length, length + 1, 2 * length + 1]
         self.stops = sorted({place for place in places if 0 < place < self.steps}) or [max(1, self.steps - 1)]
         self.cuts_validation = facts["val_batches"] > 16
-        batch, self.micro_batch = facts["batch_size"], None
+        batch, micro_batch = facts["batch_size"], None
         while batch is not None and seconds > SLOW and batch % 2 == 0 and batch > 4:
-            batch, seconds, self.micro_batch = batch // 2, seconds / 2, batch // 2
+            batch, seconds, micro_batch = batch // 2, seconds / 2, batch // 2
         self.batch = None if batch is None else batch * facts["accumulation"]
+        validation = (1 if micro_batch else 4) if self.cuts_validation else None
+        given = {"steps": self.steps, "epoch": self.epoch, "batch": self.batch, "micro_batch": micro_batch}
+        self._launcher.values = given | {"validation": validation, "loader_batch": facts["batch_size"] or 0}
 
-    def _meshes(self, scout: Mapping[str, Any], wanted: Sequence[str] | None) -> dict[str, dict[str, int]]:
+    def _meshes(self, is_staged: bool, wanted: Sequence[str] | None) -> dict[str, dict[str, int]]:
         facts, batch = self.facts, self.batch
         if not facts["ranks"] or batch is None:
             return {}
         data = "dp_shard" if facts["shards"] else "dp_replicate"
-        has_experts = scout["experts"] or "apply_expert_parallel" in facts["hooks"]
+        has_experts = facts["experts"] or "apply_expert_parallel" in facts["hooks"]
         possible: dict[str, tuple[str, bool, dict[str, int]]] = {
             "2 replicas": ("replicas", batch % 2 == 0, {"dp_replicate": 2}),
             "2 shards": ("shards", batch % 2 == 0 and facts["shards"], {"dp_shard": 2}),
             "2 x 2 shards": ("hybrid", batch % 4 == 0 and facts["shards"], {"dp_replicate": 2, "dp_shard": 2}),
             "tensor_parallel=2": ("tensor", "apply_tensor_parallel" in facts["hooks"], {"tensor_parallel": 2}),
             "context_parallel=2": ("context", "cut_batch" in facts["hooks"], {"context_parallel": 2}),
-            "pipeline_parallel=2": ("pipeline", scout["staged"], {"pipeline_parallel": 2}),
+            "pipeline_parallel=2": ("pipeline", is_staged, {"pipeline_parallel": 2}),
             "expert_parallel=2": ("expert", batch % 2 == 0 and has_experts, {data: 2, "expert_parallel": 2}),
         }
         known = [mesh for mesh, is_possible, _ in possible.values() if is_possible]
@@ -128,45 +131,37 @@ class TrainerChecks:
         }
 
     def _start(self, checks: Sequence[str]) -> None:
-        facts, size = self.facts, self.micro_batch or self.facts["batch_size"]
+        facts, start = self.facts, self._launcher.start
+        size = self._launcher.values["micro_batch"] or facts["batch_size"]
         is_compared = "parity" in checks or "validation" in checks
         self.two = next((name for name in ("2 shards", "2 replicas") if name in self.meshes), "alone")  # by default
         needs_two = "kill" in checks or ("resume" in checks and not self._quick)
-        self._begin("alone")
-        self._begin("again")
+        start("alone")
+        start("again")
         if is_compared or needs_two:
-            self._begin("moved", mode="noise")
+            start("moved", mode="noise")
         for name, sizes in self.meshes.items():
             if is_compared or (needs_two and name == self.two):
-                self._begin(name, sizes=sizes)
+                start(name, sizes=sizes)
         if is_compared and self.batch is not None and size is not None and size % 2 == 0:
-            self._begin("accumulation", micro_batch=size // 2)
+            start("accumulation", micro_batch=size // 2)
         if "order" in checks:
-            self._begin("hash", hash_seed="1")
+            start("hash", hash_seed="1")
             if not self._quick:
-                self._begin("workers", workers=2)
+                start("workers", workers=2)
         two = self.meshes.get(self.two, {})
         if facts["saves"] and "resume" in checks:
-            self._begin("resume", *({"stop_at": stop} for stop in self.stops), {})
+            start("resume", *({"stop_at": stop} for stop in self.stops), {})
             if two and not self._quick:
-                self._begin("resume on other ranks", {"sizes": two, "stop_at": self.stops[0]}, {})
+                start("resume on other ranks", {"sizes": two, "stop_at": self.stops[0]}, {})
         for name in ("SIGKILL", "SIGTERM")[: 1 if self._quick else 2] if facts["saves"] and "kill" in checks else ():
             place = random.randrange(2 if two else 1), random.randrange(2, max(3, self.steps - 1))
-            self._begin(name, {"killed": (*place, getattr(signal, name))}, {}, saves=2, sizes=two)
+            start(name, {"killed": (*place, getattr(signal, name))}, {}, saves=2, sizes=two)
 
-    def _begin(self, name: str, *links: dict[str, Any], **values: Any) -> None:
-        """Starts runs in one directory, of which each continues the last."""
-        if name in self._launcher:
-            return
-        validation = (1 if self.micro_batch else 4) if self.cuts_validation else None
-        given = {"steps": self.steps, "epoch": self.epoch, "batch": self.batch, "micro_batch": self.micro_batch}
-        given |= {"validation": validation, "loader_batch": self.facts["batch_size"] or 0}
-        self._launcher.start(name, *(given | values | link for link in links or ({},)))
+    # -- what differs, and why
 
     def __getitem__(self, name: str) -> Run:
         return self._launcher[name][-1]
-
-    # -- what differs, and why
 
     @cached_property
     def unstable(self) -> set[tuple[int, str]]:
@@ -213,7 +208,6 @@ class TrainerChecks:
         return not steps <= {*record["validated"]}
 
     def hook(self, name: str) -> str:
-        """A user's method, and its place."""
         place = self.facts["hooks"].get(name)
         return f"{self.facts['class']}.{name}" + (f" ({place})" if place else "")
 
@@ -227,54 +221,47 @@ class TrainerChecks:
         stage = STAGES[difference.stage].format(**names, dataset=self.facts["dataset"])
         return f"{stage} [{difference.told(one, other)}]"
 
-    def _told(self, paths: Sequence[str], run: Run, what: Callable[[str], str]) -> list[str]:
-        """Attributes and weights, with the methods after which they were others."""
+    def _told(self, paths: Sequence[str], run: Run, what: str) -> list[str]:
+        """Attributes and weights, with the methods after which they were others; `{}` is their owner's state_dict."""
         lines, record = [], run.records[0]
         for path in paths[:4]:
             events = [*record["changes"].get(path, {})] or _between(record["written"].get(path, {}))
             hooks = self._hooks(*(event for event in events if event != "pre_fit"))
             hooks += self._hooks("post_train_batch") if "training_step" in events else []
-            lines.append(f"`{path}` changes in {' or '.join(hooks[:2] or events[:2])} and {what(path)}.")
+            owner = path.partition(".")[0]
+            of_owner = "the trainer's state_dict()" if owner == "self" or ":" in path else f"a state_dict() of {owner}"
+            lines.append(f"`{path}` changes in {' or '.join(hooks[:2] or events[:2])} and {what.format(of_owner)}.")
         return lines
 
-    def _apart_at_start(self, run: Run) -> list[str]:
-        one, other = (each.records[0]["start"] for each in (self["alone"], run))
+    def _apart_at_start(self, name: str, cause: str) -> list[str]:
+        one, other = (self[each].records[0]["start"] for each in ("alone", name))
         paths = [path for path, value in one.items() if other.get(path, value) != value]
-        return [f"`{path}` is another one in each process, from the start." for path in paths[:3]]
+        return [*(f"`{path}` is another one in each process, from the start." for path in paths[:3]), cause]
 
     def _lost(self, resumed: Run) -> list[str]:
-        def what(path: str) -> str:
-            owner = path.partition(".")[0]
-            where = "the trainer's state_dict()" if owner == "self" or ":" in path else f"a state_dict() of {owner}"
-            return f"is not restored. Return it from {where}, and take it back in load_state_dict()"
-
         records = (run.records[0] for run in (self["alone"], resumed, self["again"]))
+        what = "is not restored. Return it from {}, and take it back in load_state_dict()"
         return self._told(attributes_apart(*records), self["alone"], what)
 
     def _moved(self, run: Run) -> list[str]:
         """Weights that change between two steps."""
         paths = [path for path, events in run.records[0]["written"].items() if _between(events)]
-        return self._told(paths[:1], run, lambda path: "is not what its optimizer has made of it")
+        return self._told(paths[:1], run, "is not what its optimizer has made of it")
 
     # -- findings
 
     def deterministic(self) -> Iterator[Finding]:
-        again = self["again"]
         cause = (
             "It comes from the clock, the system or an unseeded generator. Draw from the global generators, which the "
             "trainer seeds from config.seed, or from a generator with a seed."
         )
-        yield self._same(
-            "deterministic", f"{self.steps} steps twice", [again], lambda: [*self._apart_at_start(again), cause]
-        )
+        causes = partial(self._apart_at_start, "again", cause)
+        yield self._same("deterministic", f"{self.steps} steps twice", [self["again"]], causes)
 
     def order(self) -> Iterator[Finding]:
-        if "hash" in self._launcher:
-            run = self["hash"]
-            text = f"{self.steps} steps with PYTHONHASHSEED=1"
-            sets = "Iterate over a list or sorted(...), not over a set."
-            yield self._same("hash", text, [run], lambda: [*self._apart_at_start(run), sets])
-        if "workers" in self._launcher:
+        causes = partial(self._apart_at_start, "hash", "Iterate over a list or sorted(...), not over a set.")
+        yield self._same("hash", f"{self.steps} steps with PYTHONHASHSEED=1", [self["hash"]], causes)
+        if "workers" in self._launcher.runs:
             cause = (
                 f"{self.facts['dataset']} has its own state, which each worker copies, or draws from its own "
                 "generator. Draw from the global generators, which are seeded for each sample."
@@ -287,7 +274,7 @@ class TrainerChecks:
             why = "its loader has no batch size" if self.batch is None else "only SetupMixin trains on several ranks"
             yield Finding("parity", None, f"not checked: {why}")
             return
-        yield from map(self.parity_of, [*self.meshes, *(["accumulation"] if "accumulation" in self._launcher else [])])
+        yield from (self.parity_of(name) for name in (*self.meshes, "accumulation") if name in self._launcher.runs)
 
     def _parity_of(self, name: str) -> Finding:
         what, alone, run, moved = f"parity, {name}", self["alone"], self[name], self["moved"]
@@ -310,21 +297,21 @@ class TrainerChecks:
             cause = "samples depend on others of their batch" if together else ""
             if mode:
                 why = "; with models in evaluation mode, since dropout and batch statistics are of a micro-batch"
-                self._begin("alone, still", mode="still")
+                self._launcher.start("alone, still", mode="still")
                 still = self["alone, still"]
-                if still.is_whole and still.records[0]["is_random"]:
-                    cause = cause or "training_step draws random numbers"
+                if not cause and still.is_whole and still.records[0]["is_random"]:
+                    cause = "training_step draws random numbers"
+            if cause and name == "accumulation":
+                return Finding(what, None, f"not checked: {cause}")
             if cause:
-                if name == "accumulation":
-                    return Finding(what, None, f"not checked: {cause}")
                 parts = run.job.parts * run.records[0]["facts"]["accumulation"]
                 micro = {"micro_batch": max(1, (alone.job.batch or 1) // parts)}
                 why += f"; with micro-batches of one size and equal random numbers, since {cause}"
             own = {"micro_batch": run.job.micro_batch} if name == "accumulation" else {"sizes": self.meshes[name]}
             each = f"{mode}{micro or ''}"
-            self._begin(f"alone, {each}", mode=mode, **micro)
-            self._begin(f"{name}, {each}", mode=mode, **own | micro)
-            self._begin(f"moved, {each}", mode=f"{mode} noise", **micro)
+            self._launcher.start(f"alone, {each}", mode=mode, **micro)
+            self._launcher.start(f"{name}, {each}", mode=mode, **own | micro)
+            self._launcher.start(f"moved, {each}", mode=f"{mode} noise", **micro)
             one, other, near = (self[f"{which}, {each}"] for which in ("alone", name, "moved"))
             if one.is_whole and other.is_whole and near.is_whole:
                 self._compared[name] = alone, run, _ = one, other, near
@@ -345,7 +332,7 @@ class TrainerChecks:
             records = alone.records[0], run.records[0], self["again"].records[0]
             paths = [path for path in attributes_apart(*records) if "training_step" in changes.get(path, ())]
             if paths:
-                return self._told(paths, alone, lambda path: "ends with another value")
+                return self._told(paths, alone, "ends with another value")
         cause = OF_STAGE.get(difference.stage)
         return self._moved(run) if cause is None else [cause]
 
@@ -357,8 +344,8 @@ class TrainerChecks:
                 f'{{"{apart.name}": "mean"}} or "rank 0".'
             )
         first, *others = run.records
-        paths = dict.fromkeys(path for record in others for path in attributes_apart(first, record))
-        return cause + self._told([*paths], run, lambda path: "differs between ranks")
+        paths = dict.fromkeys(path for record in others for path in attributes_apart(first, record, first))
+        return cause + self._told([*paths], run, "differs between ranks")
 
     def resume(self) -> Iterator[Finding]:
         if not self.facts["saves"]:
@@ -372,7 +359,7 @@ class TrainerChecks:
         if found.holds and (files := other_files(self["alone"], self["again"], runs[-1])):
             found = Finding("resume", False, f"{text}: files in the run's directory differ: {', '.join(files)}")
         yield found
-        if "resume on other ranks" in self._launcher:
+        if "resume on other ranks" in self._launcher.runs:
             yield self._on_other_ranks("resume on other ranks")
 
     def _on_other_ranks(self, what: str) -> Finding:
@@ -393,7 +380,7 @@ class TrainerChecks:
         return Finding(what, False, text, self._lost(runs[-1]))
 
     def kill(self) -> Iterator[Finding]:
-        for name in [name for name in ("SIGKILL", "SIGTERM") if name in self._launcher]:
+        for name in [name for name in ("SIGKILL", "SIGTERM") if name in self._launcher.runs]:
             what, (first, second), undisturbed = f"kill, {name}", self._launcher[name], self[self.two]
             if not undisturbed.is_whole:
                 yield Finding(what, None, f"not checked: {self.two} fails by itself")
@@ -456,8 +443,7 @@ class TrainerChecks:
 
 
 def send(program: Program, checks: Sequence[str], meshes: Any, asker: Connection, *, quick: bool) -> None:
-    """Sends findings to the process that asks for them, and a line after each run."""
-    with Launcher(program, asker) as launcher:
+    with closing(Launcher(program, asker)) as launcher:
         for found in TrainerChecks(launcher, quick=quick).findings(checks, meshes):
             asker.send(found)
 
@@ -498,8 +484,6 @@ STAGES = {  # in the order of their computation
 
 
 class Difference(NamedTuple):
-    """A difference in bits."""
-
     step: int
     stage: str
     name: str
@@ -520,13 +504,13 @@ class Difference(NamedTuple):
 def joined(run: Run) -> Values:
     """With the samples of all ranks, and with the parts of the model that other ranks hold."""
     found: Values = {}
-    for record in reversed(run.records):
-        found |= record["values"]
     samples: dict[int, list[int]] = defaultdict(list)
-    for record in run.records[: run.job.parts]:
-        for (step, stage, _), value in record["values"].items():
-            samples[step] += value if stage == "samples" else ()
-    found = {key: value for key, value in found.items() if key[1] != "samples"}
+    for rank, record in reversed([*enumerate(run.records)]):
+        for (step, stage, name), value in record["values"].items():
+            if stage != "samples":
+                found[step, stage, name] = value
+            elif rank < run.job.parts:
+                samples[step] += value
     return found | {(step, "samples", "samples"): tuple(sorted(each)) for step, each in samples.items()}
 
 
@@ -569,10 +553,8 @@ def first_difference(one: Run, parts: Sequence[Run], unstable: Collection[tuple[
 
 
 def beyond_rounding(one: Run, other: Run, moved: Run, counts: Callable[[Difference], bool]) -> Difference | None:
-    """The first value of `other`, on any ranks, that differs from `one`'s by more than rounding.
-
-    How far that goes is measured by `moved`, a run whose weights were moved by a little more than rounding.
-    """
+    """The first value of `other`, on any ranks, that differs from `one`'s by more than rounding. How far that goes is
+    measured by `moved`, a run whose weights were moved by a little more than rounding."""
     values, stages = joined(one), STAGES.keys() - {"order"}
     reached: dict[tuple[str, str], list[Difference]] = defaultdict(list)
     for each in differences(values, joined(moved), stages):
@@ -592,18 +574,14 @@ def ranks_differ(run: Run) -> Difference | None:
     return min((each for each in found if each is not None), key=lambda each: each.step, default=None)
 
 
-def attributes_apart(
-    one: Mapping[str, Any], other: Mapping[str, Any], again: Mapping[str, Any] | None = None
-) -> list[str]:
-    """Plain attributes that training changes, and that end with other values in another run, but not in `again`.
-
-    Dicts of which the other run has a part are none: those of caches, and of records by step.
-    """
+def attributes_apart(one: Mapping[str, Any], other: Mapping[str, Any], again: Mapping[str, Any]) -> list[str]:
+    """Plain attributes that training changes, and that end with other values in another run, but not in `again`. Dicts
+    of which the other run has a part are none: those of caches, and of records by step."""
     found: list[str] = []
     for path, value in one["end"].items():
         theirs = other["end"].get(path)
         is_part = isinstance(value, dict) and isinstance(theirs, dict) and theirs.items() <= value.items()
-        is_steady = again is None or again["end"].get(path) == value
+        is_steady = again["end"].get(path) == value
         if value not in (theirs, one["start"].get(path)) and is_steady and not is_part:
             found.append(path)
     return found

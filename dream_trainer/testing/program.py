@@ -24,8 +24,6 @@ MakeTrainer = Callable[[], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A program, and the trainer in it."""
-
     path: str = ""  # a Python file or a module
     name: str = ""  # a trainer class or a function that returns a trainer; empty for the first that the program fits
     config: str = "default_config"  # the function that returns the config of a trainer class
@@ -69,21 +67,16 @@ class Program:
             try:
                 return import_module(self.path)
             except ModuleNotFoundError as error:
-                raise ConfigError(
-                    f"{self.path!r} cannot be imported: {error}. Give a Python file, or a module."
-                ) from error
+                told = f"{self.path!r} cannot be imported: {error}. Give a Python file, or a module."
+                raise ConfigError(told) from error
         path = Path(self.script()).resolve()
         sys.path.insert(0, str(path.parent))  # a script may import files next to it
-        spec = spec_from_file_location("described_program", path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = module_from_spec(spec)
-        sys.modules[spec.name] = module  # a dataclass looks for its module there
+        spec: Any = spec_from_file_location("described_program", path)
+        module = sys.modules[spec.name] = module_from_spec(spec)  # a dataclass looks for its module there
         spec.loader.exec_module(module)
         return module
 
     def script(self) -> str:
-        """The file of the program, or ConfigError if there is none."""
         is_file = self.path.endswith(".py")
         found = None if is_file else find_spec(self.path)
         path = self.path if is_file or found is None else found.origin
@@ -102,24 +95,18 @@ class Program:
             return in_place_of(cls, kind, **values) if is_meant else cls
 
         with building_instead(subclass):
-            trainer = self.make() if self.name else None
-            is_script = trainer is None
-            if trainer is None:
-                self.run_as_script()
-            else:
+            if self.name and (trainer := self.make()) is not None:
                 with trainer:
                     trainer.fit()
+            else:  # as `python PROGRAM ARGUMENTS` does
+                is_script, path = True, Path(self.script()).resolve()
+                sys.argv = [str(path), *self.arguments]
+                if self.path.endswith(".py"):
+                    sys.path.insert(0, str(path.parent))
+                    run_path(str(path), run_name="__main__")
+                else:
+                    run_module(self.path, run_name="__main__", alter_sys=True)
         raise ConfigError(f"{self.path} has ended without fit() of {self.name or 'a trainer'}.")
-
-    def run_as_script(self) -> None:
-        """Runs the program as `python PROGRAM ARGUMENTS` does."""
-        path = str(Path(self.script()).resolve())
-        sys.argv = [path, *self.arguments]
-        if self.path.endswith(".py"):
-            sys.path.insert(0, os.path.dirname(path))
-            run_path(path, run_name="__main__")
-        else:
-            run_module(self.path, run_name="__main__", alter_sys=True)
 
 
 def in_place_of(cls: type, kind: type, **values: Any) -> type:
@@ -145,16 +132,15 @@ def move(config: Any, runs_dir: str, callback: Any, saves: dict[str, Any]) -> No
     """Makes a run write its log and all checkpoints that it is told to save to another directory."""
     config.runs_dir = runs_dir
     config.callbacks.add_default(callback)
-    unset = dict.fromkeys(("directory", "local_directory", "save_local_every_n_steps", "save_every_n_steps"))
-    unset |= dict.fromkeys(("save_every_n_minutes", "save_every_n_epochs", "keep_last", "keep_best"))
-    unset |= {"keep_every_n_steps": None, "save_on_best": False}
+    every = [f"save_every_n_{unit}" for unit in ("steps", "minutes", "epochs")]
+    unset = dict.fromkeys((*every, "directory", "local_directory", "save_local_every_n_steps"))
+    unset |= dict.fromkeys(("keep_last", "keep_best", "keep_every_n_steps")) | {"save_on_best": False}
     change(config, checkpoint=unset | saves, logger={"loggers": ("jsonl",)})
 
 
 def change(config: Any, **groups: Mapping[str, Any]) -> None:
-    """Gives groups of a config other values, except for mixins that it lacks."""
     for group, values in groups.items():
-        if (name := f"{group}_parameters") in vars(config):
+        if (name := f"{group}_parameters") in vars(config):  # unless it lacks the mixin
             setattr(config, name, replace(vars(config)[name], **values))
 
 
@@ -170,7 +156,6 @@ def become_rank(rank: int, world_size: int, ranks_per_host: int) -> None:
 
 
 def preload() -> None:
-    """Imports what trainers need."""
     own = "dream_trainer.trainer.dream", "dream_trainer.callbacks", "dream_trainer.checkpoint.store"
     for name in (*own, "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"):
         import_module(name)

@@ -1,8 +1,5 @@
-"""Replay: trains recorded steps of a run again from its checkpoint, and compares what comes out with the record.
-
-`replay` starts the ranks as `python -m dream_trainer.testing.replay JOB`. Each runs the user's program with another
-config: the run is in a scratch directory, whose first checkpoint is the recorded one.
-"""
+"""Replay: trains recorded steps of a run again from its checkpoint, and compares what comes out with the record. Each
+rank is `python -m dream_trainer.testing.replay JOB`: the user's program, whose run is in a scratch directory."""
 
 from __future__ import annotations
 
@@ -29,11 +26,8 @@ NAMES = ("project", "group", "experiment")
 
 
 def replay(run: Path, start: int | None = None, end: int | None = None, program: str = "") -> tuple[bool, list[str]]:
-    """Trains steps of a run again: by default from its second newest checkpoint to the next one.
-
-    Returns:
-        Whether all is as recorded, and the lines of the report.
-    """
+    """Trains steps of a run again, by default from its second newest checkpoint to the next one; returns whether all is
+    as recorded, and the lines of the report."""
     from dream_trainer.checkpoint.manifest import checkpoints_root, list_checkpoints
     from dream_trainer.trainer.run_record import LOG_NAME, read_config, read_record
     from dream_trainer.weights.export import StoredTensors, difference_of_tensors
@@ -53,11 +47,8 @@ def replay(run: Path, start: int | None = None, end: int | None = None, program:
     words = [program or record.argv[0], *record.argv[1:]]
     Program(path=words[0]).script()
     before = _values(run / LOG_NAME, start, end)
-    refuse(
-        not between and not before,
-        f"steps {start + 1} to {end} have no checkpoint and no logged value: there is nothing to compare. There are "
-        f"checkpoints of steps {steps}.",
-    )
+    nothing = f"steps {start + 1} to {end} have no checkpoint and no logged value: there is nothing to compare"
+    refuse(not between and not before, f"{nothing}. There are checkpoints of steps {steps}.")
     ranks, names = saved[start].world_size, [config[name] for name in NAMES]
     with tempfile.TemporaryDirectory(prefix="dream-trainer-replay-") as scratch:
         again = Path(scratch, *names)
@@ -71,17 +62,15 @@ def replay(run: Path, start: int | None = None, end: int | None = None, program:
         new = read_record(again)
         if ended.returncode or new is None or new.step < end:
             reached = "trained nothing of it" if new is None else f"reached step {new.step} of {end}"
-            raise ConfigError(
-                f"{' '.join(words)} {reached} (exit code {ended.returncode}); see above. Is it the program?"
-            )
+            code = ended.returncode
+            raise ConfigError(f"{' '.join(words)} {reached} (exit code {code}); see above. Is it the program?")
         after = _values(again / LOG_NAME, start, end)
         unequal = [key for key in before if key in after and repr(before[key]) != repr(after[key])]
         n_values, where = len(before.keys() & after.keys()), f"on {ranks} ranks" if ranks > 1 else "in one process"
         told = [f"replayed steps {start + 1} to {end} of {run} {where}, in {time.monotonic() - began:.0f} s"]
         told.append(f"logged values: {n_values - len(unequal)} of {n_values} are equal")
-        for step, name in unequal[:1]:
-            was, now = before[step, name], after[step, name]
-            told.append(f"  step {step}: {name} was {was!r} and is {now!r}; the first that differs")
+        for key in unequal[:1]:
+            told.append(f"  step {key[0]}: {key[1]} was {before[key]!r} and is {after[key]!r}; the first that differs")
         is_equal = not unequal
         for step in between:
             path = saved[step].path
@@ -114,8 +103,6 @@ def _values(log: Path, start: int, end: int) -> dict[tuple[int, str], float]:
 
 
 class _Interval(Callback):
-    """Saves where the recorded run has checkpoints, and stops at the last step."""
-
     def __init__(self, saves: list[int], end: int) -> None:
         self._saves, self._end = saves, end
 
@@ -128,7 +115,7 @@ class _Interval(Callback):
 
 
 class _ReplayedTrainer(BaseTrainer):
-    """Stands before the class of the program's trainers; that of the run is redirected, and ends with its `fit`."""
+    """Stands before the class of the program's trainers; the run is redirected, and ends with its `fit`."""
 
     _job: ClassVar[dict[str, Any]]
 
@@ -148,12 +135,7 @@ class _ReplayedTrainer(BaseTrainer):
             os._exit(0)  # use of the trained model is not replayed
 
 
-def main() -> None:
-    """Runs the program of a job's file, up to the end of the interval."""
+if __name__ == "__main__":
     job = json.loads(Path(sys.argv[1]).read_text())
     path, *arguments = job["words"]
     Program(path=path, arguments=tuple(arguments)).run(_ReplayedTrainer, _job=job)
-
-
-if __name__ == "__main__":
-    main()

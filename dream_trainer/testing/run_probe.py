@@ -39,7 +39,9 @@ from dream_trainer.errors import is_own as is_own_file
 from dream_trainer.events.callback import Callback
 from dream_trainer.nested import leaves
 from dream_trainer.parallel.micro_batches import digest, rows_of
+from dream_trainer.parallel.mixture_of_experts import MoE
 from dream_trainer.parallel.sharding import names_in_whole
+from dream_trainer.trainer.mixins.expert_parallel import ExpertParallelMixin
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, PurePath, date, timedelta, np.generic, count)
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -51,7 +53,6 @@ def hashed(data: bytes | str) -> str:
 
 
 def is_own(kind: type) -> bool:
-    """Whether a class is of the user's program."""
     return _is_own_file(vars(sys.modules.get(kind.__module__, object)).get("__file__"))
 
 
@@ -84,18 +85,16 @@ class PlainState:
             owners += [(path, module, ("_",)) for path, module in model.named_modules(prefix=f"self.{name}")]
         for path, owner, left_out in owners:
             if owner is trainer or is_own(owner if isinstance(owner, type) else type(owner)):
-                self._walk_names(f"{path}.", vars(owner), left_out, depth=int(owner is not trainer))
+                self._walk_names(f"{path}.", vars(owner), int(owner is not trainer), left_out)
         for loader in (*training_loaders(trainer.train_dataloader).values(), *trainer.val_dataloaders.values()):
             self._walk("the loader", loader, 0)
         modules = {id(each): vars(each) for each in [*sys.modules.values()] if isinstance(each, ModuleType)}
         for names in modules.values():
             if _is_own_file(file := names.get("__file__", "")):
-                self._walk_names(f"{Path(file).name} (global): ", names, ("__",))
+                self._walk_names(f"{Path(file).name} (global): ", names, 1, ("__",))
         return self._found
 
-    def _walk_names(
-        self, prefix: str, names: Mapping[str, Any], left_out: tuple[str, ...] = (), *, depth: int = 1
-    ) -> None:
+    def _walk_names(self, prefix: str, names: Mapping[str, Any], depth: int, left_out: tuple[str, ...] = ()) -> None:
         for name, value in [*names.items()]:
             if not name.startswith(left_out):
                 self._walk(f"{prefix}{name}", value, depth)
@@ -110,7 +109,7 @@ class PlainState:
         elif self._is_open(value):
             if depth < DEEPEST:
                 self._seen.add(id(value))
-                self._walk_names(f"{path}.", vars(value), depth=depth + 1)
+                self._walk_names(f"{path}.", vars(value), depth + 1)
         elif isinstance(value, dict):
             entries = {self._text_of(k, 0): self._text_of(v, 0) for k, v in list(value.items())}
             self._found[path] = {str(k): v for k, v in entries.items() if k is not None}
@@ -187,20 +186,14 @@ def summary(tensor: Tensor) -> Summary:
 
 
 class Probe(Callback):
-    """Records a run on this rank; `steps_file` gets a line at each step.
-
-    `mode` has words. "noise" moves weights by rounding after each step. "still" keeps models in evaluation mode, and
-    gives each micro-batch of a step the same random numbers.
-    """
+    """Records a run on this rank; `steps_file` gets a line at each step. `mode` has words: "noise" moves weights by
+    rounding after each step, "still" keeps models in evaluation mode, with equal random numbers in micro-batches."""
 
     order = -1_000_000
     sees_shards = True
 
-    def __init__(
-        self, mode: str, stop_at: int | None, steps_file: Path, failed: Callable[[BaseException], None]
-    ) -> None:
-        self._failed = failed
-        self.mode, self.stop_at = mode, stop_at
+    def __init__(self, mode: str, stop_at: int | None, steps_file: Path, failed: Callable[[BaseException], None]):
+        self.mode, self.stop_at, self._failed = mode, stop_at, failed
         self._values: Values = {}
         self.record: dict[str, Any] = {"values": self._values, "steps": {}, "validated": [], "is_random": False}
         # After which event an attribute, and a weight or buffer, was another one for the first time, and at which step.
@@ -244,7 +237,10 @@ class Probe(Callback):
             self._reads.count = 0 if is_counted else self._reads.count
             self._step = {"samples": {}, "gradients": {}, "results": [], "seconds_inside": 0.0}
         self._mark(trainer, "pre_train_batch")
-        self._step["samples"][f"micro-batch {len(self._step['samples'])}"] = tuple(_samples(batch))
+        rows = rows_of(batch)
+        alike = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == rows]
+        samples = tuple(digest([tensor[row] for tensor in alike]) for row in range(rows))
+        self._step["samples"][f"micro-batch {len(self._step['samples'])}"] = samples
         if "still" in self.mode:
             for model in trainer.named_models().values():
                 model.eval()
@@ -349,16 +345,13 @@ class Probe(Callback):
         """Notes what has changed since the last event, but for those of `evaluate`."""
         if trainer.is_evaluating:
             return
-        before, self._now = self._now, {"changes": self._state.read(trainer), "written": self._written(trainer)}
+        tensors = (*_parameters(trainer), *_buffers(trainer))
+        written = {name: digest(local_tensor(tensor)) for name, tensor in tensors}  # of this rank's parts
+        before, self._now = self._now, {"changes": self._state.read(trainer), "written": written}
         for kind in self._now if event else ():
             for path, value in self._now[kind].items():
                 if before[kind].get(path) != value:
                     self.record[kind].setdefault(path, {}).setdefault(event, trainer.global_step)
-
-    def _written(self, trainer: Any) -> dict[str, int]:
-        """Digests of this rank's parts of weights and buffers."""
-        tensors = (*_parameters(trainer), *_buffers(trainer))
-        return {name: digest(local_tensor(tensor)) for name, tensor in tensors}
 
     @torch.no_grad()
     def _move(self, trainer: Any) -> None:
@@ -394,14 +387,6 @@ def _optimized(trainer: Any) -> Iterator[tuple[Optimizer, str, Tensor]]:
             yield optimizer, names.get(id(parameter), f"self.{owner}, parameter {number}"), parameter
 
 
-def _samples(batch: Any) -> Iterator[int]:
-    """A digest of each sample of a batch: of the rows of all tensors with the same number of rows as the first."""
-    rows = rows_of(batch)
-    alike = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == rows]
-    for row in range(rows):
-        yield digest([tensor[row] for tensor in alike])
-
-
 def _random() -> Any:
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), str(np.random.get_state(legacy=False))
 
@@ -417,6 +402,7 @@ def _facts(trainer: Any) -> dict[str, Any]:
                 code = inspect.unwrap(method).__code__
                 hooks[name] = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
     dataset = getattr(trainer.train_dataloader, "dataset", None)  # of a loader of any library
+    modules = (module for model in trainer.named_models().values() for module in model.modules())
     return {
         "class": kind.__name__,
         "hooks": hooks,
@@ -427,6 +413,7 @@ def _facts(trainer: Any) -> dict[str, Any]:
         "shards": kind._shards_parameters,
         "saves": kind._saves_checkpoints,
         "ranks": kind._keeps_ranks_equal,
+        "experts": issubclass(kind, ExpertParallelMixin) and any(isinstance(module, MoE) for module in modules),
         "total_steps": trainer.total_steps,
         "val_batches": sum(len(each) for each in trainer.val_dataloaders.values() if isinstance(each, Sized)),
     }

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from dream_trainer.planning.planned_trainer import MeasuredTrainer, RankJob
-from dream_trainer.planning.planner import RankPlan, plan_of, plan_ranks
+from dream_trainer.planning.planned_trainer import MeasuredTrainer, RankJob, RankPlan
+from dream_trainer.planning.planner import plan_ranks
 from dream_trainer.testing.program import Program, in_place_of
 from dream_trainer.trainer.abstract import building_instead
 from tools.parity import ParityTrainer, config_of
@@ -26,11 +26,7 @@ def measured(cells: Sequence[Cell], directory: str) -> list[RankPlan]:
     """What this rank held and sent in the second step of each cell."""
     os.chdir(directory)
     found: list[RankPlan] = []
-
-    def done(trainer: Any, of_step: Any) -> None:
-        found.append(plan_of(trainer, of_step))
-
-    kind = partial(in_place_of, kind=MeasuredTrainer, _done=staticmethod(done), _scratch=directory)
+    kind = partial(in_place_of, kind=MeasuredTrainer, _done=found.append, _scratch=directory)
     for cell in cells:
         with building_instead(kind):
             trainer = ParityTrainer(config_of(cell))
