@@ -14,27 +14,11 @@ import dataclasses
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from operator import attrgetter
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-
-
-@runtime_checkable
-class Movable(Protocol):
-    """An object that knows by itself how to get to a device, e.g. `PackedSequence`, `TensorDict`."""
-
-    def to(self, device: torch.device) -> Any:
-        """The object on `device`."""
-
-
-@runtime_checkable
-class NamedTupleLike(Protocol):
-    """The interface of every `collections.namedtuple`."""
-
-    @classmethod
-    def _make(cls, iterable: Iterable[Any], /) -> Self: ...
 
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
@@ -69,7 +53,7 @@ def to_device(tree: Any, device: torch.device) -> Any:
         return tree
     if isinstance(tree, Tensor):
         return tree.to(device, non_blocking=tree.is_pinned())
-    if isinstance(tree, Movable) and not isinstance(tree, (dict, UserDict)):
+    if hasattr(kind, "to") and not isinstance(tree, (dict, UserDict)):  # e.g. `PackedSequence`, `TensorDict`
         return tree.to(device)
     return map_children(lambda child: to_device(child, device), tree)
 
@@ -114,18 +98,16 @@ def average(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for record in records:
         for key, value in record.items():
             columns.setdefault(key, []).append(value)
-    return {key: _average_column(key, values) for key, values in columns.items()}
-
-
-def _average_column(key: str, values: list[Any]) -> Any:
-    nested = sum(isinstance(value, Mapping) for value in values)
-    if nested == len(values):
-        return average(values)
-    if nested:
-        raise TypeError(
-            f"Key {key!r} holds a dict in {nested} of {len(values)} records, a number in others. Give them one shape."
-        )
-    return sum(values) / len(values)
+    averaged: dict[str, Any] = {}
+    for key, values in columns.items():
+        nested = sum(isinstance(value, Mapping) for value in values)
+        if 0 < nested < len(values):
+            raise TypeError(
+                f"Key {key!r} holds a dict in {nested} of {len(values)} records, a number in others. "
+                "Give them one shape."
+            )
+        averaged[key] = average(values) if nested else sum(values) / len(values)
+    return averaged
 
 
 def map_children(visit: Callable[[Any], Any], tree: Any) -> Any:
@@ -137,13 +119,14 @@ def map_children(visit: Callable[[Any], Any], tree: Any) -> Any:
         items = [visit(value) for value in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
-        if isinstance(tree, tuple) and isinstance(tree, NamedTupleLike):
-            return tree._make(items)
-        return type(tree)(items)
+        rebuild: Callable[[list[Any]], Any] = getattr(tree, "_make", type(tree))  # of a namedtuple
+        return rebuild(items)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         values = {field.name: attrgetter(field.name)(tree) for field in dataclasses.fields(tree)}
         changed = {name: new for name, old in values.items() if (new := visit(old)) is not old}
-        return _with_fields(tree, changed) if changed else tree
+        tree = copy.copy(tree) if changed else tree  # `replace` would rerun `__post_init__` and refuse `init=False`
+        for name, value in changed.items():
+            object.__setattr__(tree, name, value)  # frozen ones too
     return tree
 
 
@@ -162,26 +145,17 @@ def _with_items(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Mapping[
     return result  # type: ignore[no-any-return]
 
 
-def _with_fields(record: Any, changed: dict[str, Any]) -> Any:
-    """A copy of a dataclass with `changed` fields; `replace` would rerun `__post_init__` and refuse `init=False`."""
-    result = copy.copy(record)
-    for name, value in changed.items():
-        object.__setattr__(result, name, value)  # frozen ones too
-    return result
-
-
 def leaves(tree: Any) -> Iterator[Any]:
     """The parts of `tree` that are not containers, in order."""
-    if isinstance(tree, PackedSequence):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from leaves(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from leaves(value)
+    children: Iterable[Any]
+    if isinstance(tree, Mapping):
+        children = tree.values()
+    elif isinstance(tree, (list, tuple)) and not isinstance(tree, PackedSequence):
+        children = tree
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for field in dataclasses.fields(tree):
-            yield from leaves(attrgetter(field.name)(tree))
+        children = (attrgetter(field.name)(tree) for field in dataclasses.fields(tree))
     else:
         yield tree
+        return
+    for child in children:
+        yield from leaves(child)
