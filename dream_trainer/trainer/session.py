@@ -145,7 +145,7 @@ def _leave_training(runtime: Runtime, exc: BaseException) -> None:
     if runtime.accumulation.is_open:
         runtime.progress.batch_idx = runtime.window.first_batch_idx
         if runtime.log is not None:
-            runtime.log.window_dropped()
+            runtime.log.training.window_dropped()
         runtime.accumulation.drop_window()
     is_whole = not runtime.accumulation.is_open
     if isinstance(exc, Exception) and is_whole and runtime.progress.global_step > 0:
