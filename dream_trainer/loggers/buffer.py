@@ -46,7 +46,6 @@ class Total(NamedTuple):
 _NOTHING = Total(0.0, 0.0)
 _WIDEST = 8  # bytes of a scalar; a larger storage means that the value is part of a larger tensor
 
-
 Flight = Callable[[], dict[str, tuple[str, Total]]]  # waits for values on their way; their reductions and totals
 
 
