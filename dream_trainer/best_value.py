@@ -18,7 +18,7 @@ _MODES: dict[str, Literal["min", "max"]] = {
 
 
 def mode_of(
-    metric: str, mode: Literal["min", "max"] | None, *, higher_is_better: bool | None = None, named_by: str, set_by: str
+    metric: str, mode: Literal["min", "max"] | None, higher_is_better: bool | None = None, *, named_by: str, set_by: str
 ) -> Literal["min", "max"]:
     """Whether the lowest ("min") or the highest ("max") value of a metric is best; ConfigError if nobody knows."""
     if mode is not None:

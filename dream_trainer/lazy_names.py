@@ -13,8 +13,7 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
     """`__getattr__`, `__dir__` and `__all__` of a package: the names that its `if TYPE_CHECKING:` imports."""
     module = sys.modules[package]
     loader: Any = module.__loader__  # which also reads from a zip file
-    tree = ast.parse(loader.get_data(module.__file__))
-    blocks = [node for node in tree.body if isinstance(node, ast.If)]
+    blocks = [node for node in ast.parse(loader.get_data(module.__file__)).body if isinstance(node, ast.If)]
     imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
     homes = {alias.name: str(node.module) for node in imports for alias in node.names}
     packages = [name for name, home in homes.items() if home == package]

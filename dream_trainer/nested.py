@@ -114,18 +114,16 @@ def average(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for record in records:
         for key, value in record.items():
             columns.setdefault(key, []).append(value)
-    return {key: _average_column(key, values) for key, values in columns.items()}
-
-
-def _average_column(key: str, values: list[Any]) -> Any:
-    nested = sum(isinstance(value, Mapping) for value in values)
-    if nested == len(values):
-        return average(values)
-    if nested:
-        raise TypeError(
-            f"Key {key!r} holds a dict in {nested} of {len(values)} records, a number in others. Give them one shape."
-        )
-    return sum(values) / len(values)
+    averaged: dict[str, Any] = {}
+    for key, values in columns.items():
+        nested = sum(isinstance(value, Mapping) for value in values)
+        if 0 < nested < len(values):
+            raise TypeError(
+                f"Key {key!r} holds a dict in {nested} of {len(values)} records, a number in others. "
+                "Give them one shape."
+            )
+        averaged[key] = average(values) if nested else sum(values) / len(values)
+    return averaged
 
 
 def map_children(visit: Callable[[Any], Any], tree: Any) -> Any:
@@ -137,13 +135,13 @@ def map_children(visit: Callable[[Any], Any], tree: Any) -> Any:
         items = [visit(value) for value in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
-        if isinstance(tree, tuple) and isinstance(tree, NamedTupleLike):
-            return tree._make(items)
-        return type(tree)(items)
+        return tree._make(items) if isinstance(tree, NamedTupleLike) else type(tree)(items)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         values = {field.name: attrgetter(field.name)(tree) for field in dataclasses.fields(tree)}
         changed = {name: new for name, old in values.items() if (new := visit(old)) is not old}
-        return _with_fields(tree, changed) if changed else tree
+        tree = copy.copy(tree) if changed else tree  # `replace` would rerun `__post_init__` and refuse `init=False`
+        for name, value in changed.items():
+            object.__setattr__(tree, name, value)  # frozen ones too
     return tree
 
 
@@ -162,26 +160,17 @@ def _with_items(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Mapping[
     return result  # type: ignore[no-any-return]
 
 
-def _with_fields(record: Any, changed: dict[str, Any]) -> Any:
-    """A copy of a dataclass with `changed` fields; `replace` would rerun `__post_init__` and refuse `init=False`."""
-    result = copy.copy(record)
-    for name, value in changed.items():
-        object.__setattr__(result, name, value)  # frozen ones too
-    return result
-
-
 def leaves(tree: Any) -> Iterator[Any]:
     """The parts of `tree` that are not containers, in order."""
-    if isinstance(tree, PackedSequence):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from leaves(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from leaves(value)
+    children: Iterable[Any]
+    if isinstance(tree, Mapping):
+        children = tree.values()
+    elif isinstance(tree, (list, tuple)) and not isinstance(tree, PackedSequence):
+        children = tree
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for field in dataclasses.fields(tree):
-            yield from leaves(attrgetter(field.name)(tree))
+        children = (attrgetter(field.name)(tree) for field in dataclasses.fields(tree))
     else:
         yield tree
+        return
+    for child in children:
+        yield from leaves(child)

@@ -52,7 +52,7 @@ _NAMES = {
     ),
     "dream_trainer.compat.touched_shards": "TouchableShards",
     "dream_trainer.config": "TrainingParameters from_dict to_dict",
-    "dream_trainer.config.combinations": "Combination UNSUPPORTED refuse_combinations table",
+    "dream_trainer.config.combinations": "Combination UNSUPPORTED refuse_combinations",
     "dream_trainer.config.checkpoint_parameters": "BranchParameters",
     "dream_trainer.config.command_line": "parse",
     "dream_trainer.config.device_parameters": "DeviceParameters MeshShape resolve_mesh",

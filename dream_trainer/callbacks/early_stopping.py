@@ -72,12 +72,9 @@ class EarlyStopping(Callback):
             "configure_dataloaders, and set val_every_n_epochs, val_every_n_steps or val_every_minutes, and "
             "val_steps_per_epoch=None.",
         )
+        higher = higher_is_better(trainer.named_metrics(), self._known_metric)
         self._known_mode = mode_of(
-            self._known_metric,
-            self._known_mode,
-            higher_is_better=higher_is_better(trainer.named_metrics(), self._known_metric),
-            named_by="EarlyStopping's metric",
-            set_by="mode",
+            self._known_metric, self._known_mode, higher, named_by="EarlyStopping's metric", set_by="mode"
         )
         self._stop_if_due(trainer)
 

@@ -4,6 +4,7 @@ collector on a schedule, so that ranks do not wait for one another's pauses."""
 from __future__ import annotations
 
 import gc
+import resource
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -109,9 +110,11 @@ class Memory(LoggingCallback):
                 trainer.log(f"{self.name}/{name}", value, weight=1.0, reduce="max")
 
     def on_exception(self, trainer: AbstractTrainer, exc: BaseException) -> None:
-        if self._trainer is not None and _is_out_of_memory(exc):
-            path = self.snapshot()
-            show(f"[rank {trainer.world.rank}] out of memory: see {path}", sys.stderr)
+        # CUDA has a class of its own for it, the CPU and MPS raise a RuntimeError.
+        words = ("can't allocate memory", "not enough memory", "MPS backend out of memory")
+        is_told = isinstance(exc, RuntimeError) and any(word in str(exc) for word in words)
+        if self._trainer is not None and (is_told or isinstance(exc, torch.OutOfMemoryError | MemoryError)):
+            show(f"[rank {trainer.world.rank}] out of memory: see {self.snapshot()}", sys.stderr)
 
     def teardown(self, trainer: AbstractTrainer) -> None:
         if self.history and trainer.world.device.type == "cuda":
@@ -145,13 +148,6 @@ def _print_parts(trainer: AbstractTrainer, gradients: Bytes) -> None:
     print_table(f"memory of rank 0 by step {trainer.global_step}", ("part", "bytes"), rows)
 
 
-def _is_out_of_memory(exc: BaseException) -> bool:
-    """Whether `exc` means out of memory: CUDA has a separate class, the CPU and MPS raise a RuntimeError."""
-    words = ("can't allocate memory", "not enough memory", "MPS backend out of memory")
-    is_told = isinstance(exc, RuntimeError) and any(word in str(exc) for word in words)
-    return is_told or isinstance(exc, torch.OutOfMemoryError | MemoryError)
-
-
 def memory_numbers(device: torch.device) -> dict[str, float]:
     """This process's memory now, by the names that `Memory` logs; in GiB, except shares and counts."""
     numbers = host_memory()
@@ -170,8 +166,6 @@ def memory_numbers(device: torch.device) -> dict[str, float]:
 
 def host_memory() -> dict[str, float]:
     """This process's host memory in GiB, if the system reports it."""
-    import resource
-
     numbers = {}
     if sys.platform == "linux":
         with open("/proc/self/statm", "rb", buffering=0) as statm:

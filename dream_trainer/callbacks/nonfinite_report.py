@@ -26,8 +26,7 @@ from dream_trainer.nested import map_tensors
 from dream_trainer.screen import logger
 from dream_trainer.trainer.abstract import AbstractTrainer
 
-# windows between two checks: half of the non-finite guard's interval, so that it seldom raises first
-LOOK_EVERY = 25
+LOOK_EVERY = 25  # windows between two checks: half of the non-finite guard's interval, so that it seldom raises first
 
 
 class _Gradients(NamedTuple):
@@ -99,8 +98,7 @@ class NonFiniteReport(Callback):
         if parameters:
             names = [self._names.get(p, "(no model's)") for p in parameters]
             norms = torch.stack(foreach_norm(local_tensors([p.grad for p in parameters if p.grad is not None])))
-            scale = None if loss_scale is None else loss_scale.clone()
-            self._window.gradients.append(_Gradients(names, norms, scale))
+            self._window.gradients.append(_Gradients(names, norms, None if loss_scale is None else loss_scale.clone()))
 
     def post_train_batch(self, trainer: AbstractTrainer, result: dict[str, Any], batch_idx: int) -> None:
         batches = self._window.batches
@@ -174,12 +172,7 @@ class NonFiniteReport(Callback):
         data = running.data
         if data is not None and data.samples is not None:
             window.end, window.samples = data.end, data.samples
-        return self._reports(trainer, window, **self._what_is_here(trainer))
-
-    # -- reports
-
-    def _what_is_here(self, trainer: AbstractTrainer) -> dict[str, Any]:
-        """Inputs and weights of this moment that are not finite: of the last micro-batch, and before its step."""
+        # Inputs and weights of this moment that are not finite: of the last micro-batch, and before its step.
         inputs: list[dict[str, Any]] = []
 
         def look(tensor: Tensor) -> None:
@@ -188,9 +181,11 @@ class NonFiniteReport(Callback):
                 if nans or infs:
                     inputs.append({"shape": list(tensor.shape), "nan": nans, "inf": infs})
 
-        map_tensors(look, trainer.accumulation_window.batch)
+        map_tensors(look, running.batch)
         weights = [name for p, name in self._names.items() if not bool(torch.isfinite(local_tensor(p)).all())]
-        return {"inputs": inputs, "weights": weights}
+        return self._reports(trainer, window, inputs=inputs, weights=weights)
+
+    # -- reports
 
     def _reports(self, trainer: AbstractTrainer, window: _Window, **more: Any) -> list[dict[str, Any]]:
         """The report of a window's non-finite values, written, if there are any."""

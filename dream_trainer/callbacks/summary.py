@@ -151,39 +151,37 @@ class TrainerSummary(Callback):
         self._file = file
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
-        print_table(f"{type(trainer).__name__}", (), summary_rows(trainer), self._file)
-
-
-def summary_rows(trainer: AbstractTrainer) -> list[tuple[str, str]]:
-    world, parameters = trainer.world, trainer.config.training_parameters
-    mesh = " x ".join(f"{name} {size}" for name, size in zip(MESH_DIMS, world.mesh_shape, strict=True) if size > 1)
-    limits = ("n_epochs", "max_steps", "max_samples", "max_tokens", "max_time")
-    set_limits = [f"{name}={value}" for name in limits if (value := getattr(parameters, name)) is not None]
-    batch_size, accumulation = loader_batch_size(trainer.train_dataloader), trainer.accumulation_steps
-    parts = f"micro-batch x {accumulation} accumulated x {world.dp_size} data-parallel"
-    batch = f"unknown {parts}"
-    if batch_size is not None:
-        batch = f"{batch_size * accumulation * world.dp_size:,} samples = {batch_size} {parts}"
-    steps = trainer.steps_per_pass
-    rows = [
-        ("run directory", str(trainer.run_dir)),
-        ("device", f"{world.device.type}, {world.world_size} rank{'s' if world.world_size > 1 else ''}"),
-        ("precision", trainer.config.device_parameters.precision),
-        ("mesh", mesh or "one rank"),
-        ("global batch", batch),
-        ("steps per pass over the data", "unknown" if steps is None else f"{steps:,}"),
-        ("validation", ", ".join(name or "one loader" for name in trainer.val_dataloaders) or "none"),
-        ("limits", ", ".join(set_limits) or "one epoch"),
-        ("total steps", "unknown" if trainer.total_steps is None else f"{trainer.total_steps:,}"),
-    ]
-    if trainer.global_step:
-        rows.append(("resumed at", f"step {trainer.global_step:,}, {trainer.samples_seen:,} samples seen"))
-    # Of our classes of parameters what differs from their defaults; two of them are shown above.
-    for field in fields(trainer.config):
-        value = vars(trainer.config)[field.name]
-        if is_dataclass(value) and field.name not in ("training_parameters", "device_parameters"):
-            kind: Any = type(value)
-            usual = dict(leaves(to_dict(kind()))) if is_ours(kind) else {}
-            changed = [f"{name}={part!r}" for name, part in leaves(to_dict(value)) if (name, part) not in usual.items()]
-            rows += [(field.name.removesuffix("_parameters"), ", ".join(changed))] if changed else []
-    return rows
+        world, parameters = trainer.world, trainer.config.training_parameters
+        mesh = " x ".join(f"{name} {size}" for name, size in zip(MESH_DIMS, world.mesh_shape, strict=True) if size > 1)
+        limits = ("n_epochs", "max_steps", "max_samples", "max_tokens", "max_time")
+        set_limits = [f"{name}={value}" for name in limits if (value := getattr(parameters, name)) is not None]
+        batch_size, accumulation = loader_batch_size(trainer.train_dataloader), trainer.accumulation_steps
+        parts = f"micro-batch x {accumulation} accumulated x {world.dp_size} data-parallel"
+        batch = f"unknown {parts}"
+        if batch_size is not None:
+            batch = f"{batch_size * accumulation * world.dp_size:,} samples = {batch_size} {parts}"
+        steps = trainer.steps_per_pass
+        rows = [
+            ("run directory", str(trainer.run_dir)),
+            ("device", f"{world.device.type}, {world.world_size} rank{'s' if world.world_size > 1 else ''}"),
+            ("precision", trainer.config.device_parameters.precision),
+            ("mesh", mesh or "one rank"),
+            ("global batch", batch),
+            ("steps per pass over the data", "unknown" if steps is None else f"{steps:,}"),
+            ("validation", ", ".join(name or "one loader" for name in trainer.val_dataloaders) or "none"),
+            ("limits", ", ".join(set_limits) or "one epoch"),
+            ("total steps", "unknown" if trainer.total_steps is None else f"{trainer.total_steps:,}"),
+        ]
+        if trainer.global_step:
+            rows.append(("resumed at", f"step {trainer.global_step:,}, {trainer.samples_seen:,} samples seen"))
+        # Of our classes of parameters what differs from their defaults; two of them are shown above.
+        for field in fields(trainer.config):
+            value = vars(trainer.config)[field.name]
+            if is_dataclass(value) and field.name not in ("training_parameters", "device_parameters"):
+                kind: Any = type(value)
+                usual = dict(leaves(to_dict(kind()))) if is_ours(kind) else {}
+                changed = [
+                    f"{name}={part!r}" for name, part in leaves(to_dict(value)) if (name, part) not in usual.items()
+                ]
+                rows += [(field.name.removesuffix("_parameters"), ", ".join(changed))] if changed else []
+        print_table(type(trainer).__name__, (), rows, self._file)

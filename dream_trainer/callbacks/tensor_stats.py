@@ -215,10 +215,18 @@ class ActivationStats(LoggingCallback):
         self._hooks: list[RemovableHandle] = []
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
-        chosen = _chosen(trainer, self.modules)
+        models = trainer.named_models()
+        named = {name: part for prefix, model in models.items() for name, part in model.named_modules(prefix=prefix)}
+        if self.modules is None:
+            blocks = {id(part) for model in models.values() for part in trainer.model_blocks(model) or model.children()}
+            chosen = {name: module for name, module in named.items() if id(module) in blocks}
+        else:
+            for pattern in self.modules:
+                require_match("modules", pattern, [(name,) for name in named], "module")
+            chosen = {name: module for name, module in named.items() if matches(self.modules, (name,))}
         hidden = {
             id(inner)
-            for model in trainer.named_models().values()
+            for model in models.values()
             for outer in model.modules()
             if is_compiled(outer)
             for inner in outer.modules()
@@ -260,32 +268,15 @@ class ActivationStats(LoggingCallback):
         self._hooks.clear()
 
 
-def _chosen(trainer: AbstractTrainer, patterns: Sequence[str] | None) -> dict[str, nn.Module]:
-    models = trainer.named_models()
-    named = {name: module for prefix, model in models.items() for name, module in model.named_modules(prefix=prefix)}
-    if patterns is None:
-        blocks = {id(part) for model in models.values() for part in trainer.model_blocks(model) or model.children()}
-        return {name: module for name, module in named.items() if id(module) in blocks}
-    for pattern in patterns:
-        require_match("modules", pattern, [(name,) for name in named], "module")
-    return {name: module for name, module in named.items() if matches(patterns, (name,))}
-
-
 def _adds_to(row: Tensor) -> Callable[[nn.Module, Any, Any], None]:
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         if in_backward():  # activation checkpointing computes again
             return
-        floats = (leaf for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point())
-        tensor = next(floats, None)
+        tensor = next((leaf for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
         if tensor is not None:
             with torch.no_grad():
-                add_sums(row, _local(tensor))
+                if is_dtensor(tensor) and any(placement.is_partial() for placement in tensor.placements):
+                    tensor = tensor.full_tensor()  # its parts are still to be summed over ranks
+                add_sums(row, local_tensor(tensor))
 
     return never_compiled(hook)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of an output; of one whose parts are still to be summed over ranks, the sum."""
-    if is_dtensor(tensor) and any(placement.is_partial() for placement in tensor.placements):
-        return tensor.full_tensor()
-    return local_tensor(tensor)

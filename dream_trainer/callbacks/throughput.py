@@ -189,8 +189,7 @@ _PEAKS: tuple[tuple[str, _Peaks], ...] = (
     ("MI325X", _Peaks(1307.4, 1307.4, 653.7, 163.4)),
     ("MI300X", _Peaks(1307.4, 1307.4, 653.7, 163.4)),
 )
-# Cut-down or mobile chips that carry a bigger one's name.
-_OTHERS = {"laptop", "mobile", "mig", "d", "ti"}
+_OTHERS = {"laptop", "mobile", "mig", "d", "ti"}  # cut-down or mobile chips that carry a bigger one's name
 # End of the name of a part of a device under NVIDIA's vGPU software: GiB and kind, as in "GRID A100-10C".
 _VIRTUAL = re.compile(r"-\d+[abcq](me)?$")
 

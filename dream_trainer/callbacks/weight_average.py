@@ -26,12 +26,14 @@ from dream_trainer.config.parameter_class import PositiveInt, check_fields
 from dream_trainer.distributed.ranks import on_all_ranks
 from dream_trainer.errors import CheckpointError, ConfigError, HookError, StepError
 from dream_trainer.events.callback import AveragingCallback
+from dream_trainer.events.collection import numbered
 from dream_trainer.parallel.sharding import is_gathered
 from dream_trainer.trainer.abstract import AbstractTrainer
-from dream_trainer.trainer.state_registry import numbered
+from dream_trainer.trainer.state_registry import CALLBACK_PREFIX
 
 # an average's step towards the weights, from the number of moves: a number, or a 0-dim tensor for a tensor
 Share = Callable[[Any], Any]
+_AMOUNT = "amount"  # of copies to the host, in addition to the weights, whose names begin with "weight "
 
 
 class ModelAverage:
@@ -152,9 +154,6 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 
-_AMOUNT = "amount"  # in addition to the weights, whose names begin with "weight "
-
-
 class HostAverage(ModelAverage):
     """The averages of one model's shards on the CPU; the copy of an update is applied when the next one comes."""
 
@@ -201,6 +200,7 @@ class WeightAverage(AveragingCallback):
 
     models: Annotated[Sequence[str], partial(check_names, example="model")] | None = None
     validate: bool = True
+    _follows_at_first: ClassVar[bool] = False  # whether averages are the weights of now until their time has come
 
     def __post_init__(self) -> None:
         self._averages: dict[str, ModelAverage] = {}
@@ -219,10 +219,6 @@ class WeightAverage(AveragingCallback):
 
     def _new_average(self, parameters: Mapping[str, Tensor]) -> ModelAverage:
         return ModelAverage(parameters)
-
-    def _is_waiting(self, average: ModelAverage) -> bool:
-        """Whether the averages are still the weights of now, since their time has not come."""
-        return False
 
     # -- called by the user
 
@@ -268,8 +264,8 @@ class WeightAverage(AveragingCallback):
         Called by every rank. How often the averages have moved stays as it is.
         """
         trainer = self._set_up_trainer()
-        prefix = next(prefix for _, prefix, callback in numbered(trainer.callbacks) if callback is self)
-        averages = {prefix + name: tensor for name, tensor in self.checkpoint_tensors().items()}
+        own = next(name for name, callback in numbered(trainer.callbacks) if callback is self)
+        averages = {f"{CALLBACK_PREFIX}{own}.{name}": tensor for name, tensor in self.checkpoint_tensors().items()}
         stored = on_all_ranks(trainer.world, f"load {checkpoint}", lambda: tensor_metadata(checkpoint))
         has_averages = any(name in stored for name in averages)
         if has_averages:
@@ -396,7 +392,7 @@ class WeightAverage(AveragingCallback):
                 average.update(self.share)
             elif not self._has_started:
                 average.start()
-            elif self._is_waiting(average):
+            elif self._follows_at_first and average.updates == 0:
                 average.copy()
 
     @contextmanager
@@ -532,6 +528,7 @@ class SWA(WeightAverage):
     """
 
     export_name: ClassVar[str] = "swa"
+    _follows_at_first: ClassVar[bool] = True
 
     start: PositiveInt
     _: KW_ONLY
@@ -553,6 +550,3 @@ class SWA(WeightAverage):
                 return False
             done = trainer.current_epoch + 1  # counted when its validation is over
         return done >= self.start and (done - self.start) % self.every == 0
-
-    def _is_waiting(self, average: ModelAverage) -> bool:
-        return average.updates == 0

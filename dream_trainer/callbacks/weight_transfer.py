@@ -87,20 +87,17 @@ class WeightTransfer(Callback):
             self._pairs.note_step(trainer.accumulation_window.step_was_skipped)
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
-        self._transfer_if_due(trainer)
+        is_due = not trainer.accumulation_window.is_open and trainer.global_step % self.every_n_steps == 0
+        if is_due and self._pairs.has_stepped:
+            self._transfer(trainer, copies=self.decay == 0.0)
 
     def state_dict(self) -> dict[str, Any]:
         """Whether the source has changed since the last transfer."""
-        self._transfer_if_due(self._trainer)  # a checkpoint may be asked for before `post_train_step` comes
+        self.post_train_step(self._trainer)  # a checkpoint may be asked for before that event comes
         return {"has_stepped": self._pairs.will_move()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._pairs.resume(0, has_stepped=state["has_stepped"])
-
-    def _transfer_if_due(self, trainer: AbstractTrainer) -> None:
-        is_due = not trainer.accumulation_window.is_open and trainer.global_step % self.every_n_steps == 0
-        if is_due and self._pairs.has_stepped:
-            self._transfer(trainer, copies=self.decay == 0.0)
 
     @torch.no_grad()
     def _transfer(self, trainer: AbstractTrainer, *, copies: bool) -> None:

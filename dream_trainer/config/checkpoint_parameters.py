@@ -13,11 +13,8 @@ from dream_trainer.config.parameter_class import Directory, PositiveFloat, Posit
 from dream_trainer.errors import ConfigError
 from dream_trainer.stores.store_path import as_path
 
-WhenBusy = Literal["wait", "skip"]
 OnSaveError = Literal["raise", "warn"]
 Mode = Literal["min", "max"]
-OptimizerWord = Literal["keep", "moments", "new"]
-ScheduleWord = Literal["keep", "extend", "new"]
 Word = Literal["keep", "new"]
 
 
@@ -25,10 +22,10 @@ Word = Literal["keep", "new"]
 class BranchParameters:
     """State to take over from the checkpoint of `resume=<path>` besides the weights. Default: everything."""
 
-    optimizer: OptimizerWord = "keep"
+    optimizer: Literal["keep", "moments", "new"] = "keep"
     """"keep": state and options, including the checkpoint's learning rate, weight decay and betas. "moments": only the
     state, such as Adam's moments, so this config's learning rate applies. "new": neither."""
-    schedule: ScheduleWord = "keep"
+    schedule: Literal["keep", "extend", "new"] = "keep"
     """"keep": the schedule continues at its step, in the form of this config. "extend": the same, but if a longer run
     stretches it, the rate stays at its value until the longer form has come down to it. "new": the schedule begins at
     its first step."""
@@ -98,7 +95,7 @@ class CheckpointParameters:
     async_save: bool = True
     """Whether checkpoints are written in the background. Training only waits for the copy to host memory, which takes
     one more copy of this rank's state. False blocks training until the checkpoint is on the disk."""
-    when_busy: WhenBusy = "wait"
+    when_busy: Literal["wait", "skip"] = "wait"
     """Policy for a save that is due while the last one is still being written: "wait" for it, or "skip" this one."""
     on_save_error: OnSaveError = "raise"
     """Policy for a failed save: "raise" ends the run at the next step, "warn" continues until the next save."""
@@ -158,13 +155,7 @@ class CheckpointParameters:
         """Whether the smallest or the largest value of `best_metric` is best; "min" without a metric."""
         if self.best_metric is None:
             return self.best_mode or "min"
-        return mode_of(
-            self.best_metric,
-            self.best_mode,
-            higher_is_better=higher_is_better,
-            named_by="best_metric",
-            set_by="best_mode",
-        )
+        return mode_of(self.best_metric, self.best_mode, higher_is_better, named_by="best_metric", set_by="best_mode")
 
     @property
     def keeps_all(self) -> bool:

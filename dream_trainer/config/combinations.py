@@ -114,9 +114,3 @@ def _spelled(name: str, value: Any) -> str:
     if name == "LocalSGDMixin":
         return name
     return f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}"
-
-
-def table() -> str:
-    """The unsupported combinations as a Markdown table."""
-    rows = [f"| {' + '.join(f'`{name}`' for name in names)} | {reason} |" for names, reason, _ in UNSUPPORTED]
-    return "\n".join(["| together | why not |", "| --- | --- |", *rows])

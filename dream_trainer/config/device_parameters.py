@@ -14,10 +14,9 @@ from dream_trainer.config.parameter_class import PositiveFloat, PositiveInt, par
 from dream_trainer.errors import ConfigError
 
 DeviceType = Literal["auto", "cpu", "cuda", "mps", "xpu"]
-Precision = Literal["fp32", "tf32", "bf16", "fp16"]
-ReduceType = Literal["fp32", "bf16", "fp16"]
-Float8Recipe = Literal["none", "tensorwise", "rowwise"]
-Recomputation = Literal["none", "full", "selective"]
+PipelineSchedule = Literal["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+_INTERLEAVED = ("Interleaved1F1B", "InterleavedZeroBubble")
+_SETTINGS = {"pp": "pipeline_parallel", "cp": "context_parallel", "tp": "tensor_parallel"}
 
 
 @parameters
@@ -33,14 +32,14 @@ class DeviceParameters:
 
     device: DeviceType = "auto"
     """Kind of device. "auto" takes the machine's accelerator, or the CPU if there is none."""
-    precision: Precision = "fp32"
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
     """Precision of forward and backward. "fp32": the parameters' own type, so float64 models train in float64. "tf32":
     the same, with float32 matrix products on tensor cores if there are any. "bf16" and "fp16": half precision over
     float32 parameters; fp16 uses a loss scale."""
-    reduce_dtype: ReduceType | None = None
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Type of the gradients that data-parallel ranks exchange. None: float32 under bf16 and fp16, otherwise the
     parameters' type."""
-    float8: Float8Recipe = "none"
+    float8: Literal["none", "tensorwise", "rowwise"] = "none"
     """Scaling of the linear layers in blocks that multiply in float8 (Float8Mixin); all else uses `precision`. "none"
     disables, "tensorwise" has one scale per tensor (fastest), "rowwise" one per row and column (more exact)."""
     overlap_reduce: bool = False
@@ -69,7 +68,7 @@ class DeviceParameters:
     FSDP2 and at least two ranks."""
     compile: bool = False
     """Whether blocks are compiled (CompileMixin)."""
-    activation_checkpointing: Recomputation = "none"
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """Activations that blocks recompute in backward (ActivationCheckpointingMixin): none, all, or all except expensive
     operations."""
     verify: bool = True
@@ -137,9 +136,6 @@ class MeshShape(NamedTuple):
     def setting(self, dimension: str) -> str:
         """A dimension's config setting, for messages: "tensor_parallel=2"."""
         return f"{_SETTINGS.get(dimension, dimension)}={getattr(self, dimension)}"
-
-
-_SETTINGS = {"pp": "pipeline_parallel", "cp": "context_parallel", "tp": "tensor_parallel"}
 
 
 def resolve_mesh(
@@ -258,11 +254,6 @@ class SetupConfigMixin:
     """Config of SetupMixin. It adds no fields: the mesh is in `device_parameters`."""
 
 
-ContextAttention = Literal["gathered", "ulysses"]
-PipelineSchedule = Literal["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
-_INTERLEAVED = ("Interleaved1F1B", "InterleavedZeroBubble")
-
-
 @parameters
 class FSDPParameters:
     """How models are sharded."""
@@ -336,7 +327,7 @@ class PipelineParallelConfigMixin:
 class ContextParallelParameters:
     """How attention sees the whole sequence; `device_parameters.context_parallel` ranks share it."""
 
-    attention: ContextAttention = "gathered"
+    attention: Literal["gathered", "ulysses"] = "gathered"
     """"gathered": each rank gathers all keys and values, and attends with its own queries, laid out for equal causal
     work (Llama 3, 2024, arXiv:2407.21783). Lengths must be multiples of twice `context_parallel`. "ulysses": each rank
     attends with its share of the heads over all positions (Jacobs et al., 2023, arXiv:2309.14509). `context_parallel`

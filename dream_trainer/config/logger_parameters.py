@@ -10,8 +10,6 @@ from typing import Annotated, Any, Literal
 from dream_trainer.checks import check_choice, check_names, refuse
 from dream_trainer.config.parameter_class import PositiveInt, parameters
 
-WandbMode = Literal["online", "offline", "disabled"]
-
 # The group of entry points where packages declare their loggers, as `name = "module:Class"`.
 ENTRY_POINTS = "dream_trainer.loggers"
 BUILT_IN = {
@@ -50,7 +48,7 @@ class WandbParameters:
     """Name of the run. None for the experiment's."""
     tags: Annotated[tuple[str, ...], partial(check_names, example="baseline")] = ()
     """Tags of the run."""
-    mode: WandbMode | None = None
+    mode: Literal["online", "offline", "disabled"] | None = None
     """Where the run is written: "online", "offline" (files for `wandb sync`) or "disabled" (nowhere). None uses the
     environment variable WANDB_MODE, or "online" without it."""
     init_arguments: dict[str, Any] = field(default_factory=dict)

@@ -11,9 +11,6 @@ from dream_trainer.checks import divisors, refuse, spell
 from dream_trainer.config.parameter_class import NonNegativeInt, PositiveFloat, PositiveInt, parameters
 from dream_trainer.errors import ConfigError
 
-SyncPolicy = Literal["no_sync", "reduce_scatter_each", "defer_all_reduce"]
-NonFinitePolicy = Literal["raise", "skip", "retry"]
-
 
 def _check_duration(name: str, value: object, *, hint: str) -> None:
     if not isinstance(value, timedelta):
@@ -77,12 +74,12 @@ class TrainingParameters:
     """Minutes between validations. None disables."""
     num_sanity_val_steps: NonNegativeInt = 0
     """Batches per rank of a validation before the trainer's first training, to find its errors early. 0 disables."""
-    sync_policy: SyncPolicy = "no_sync"
+    sync_policy: Literal["no_sync", "reduce_scatter_each", "defer_all_reduce"] = "no_sync"
     """When gradients of an accumulation window are reduced. "no_sync": once, at its end, keeping full gradients until
     then. "reduce_scatter_each": in each micro-batch, keeping only shards. "defer_all_reduce" (for HSDP): scattered in
     each micro-batch and summed over replicas once. Results are equal; memory and traffic differ. Replicas without
     shards keep whole gradients and are reduced once under each."""
-    on_nonfinite: NonFinitePolicy = "raise"
+    on_nonfinite: Literal["raise", "skip", "retry"] = "raise"
     """Policy for a NaN or infinite gradient norm: "raise" an error, "skip" that step, or "retry" its window. On a CPU
     "raise" comes in the step itself. On an accelerator it comes up to 50 steps later, and no step after the bad one
     changes anything."""

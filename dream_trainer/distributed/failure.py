@@ -25,36 +25,40 @@ from dream_trainer.compat.pytorch import PrefixStore, Store, TCPStore, connect_a
 from dream_trainer.errors import ConfigError, is_own
 from dream_trainer.screen import logger
 
+PACKAGE = Path(__file__).parent.parent
+LATER_SECONDS = 0.5  # how much later the other ranks leave, so that torchrun takes the one that failed for the cause
+LOOK_FOR_SECONDS = 2.0  # how long to look for a dead rank: its process ends some time after its connections
+_LOOK_SECONDS = 0.02
+SAYS_SO_AFTER_SECONDS = 10.0  # how long a rank waits for others before it logs that
 
-class _Connection:
-    """This process's connection, from its first process group on."""
+_LOST = re.compile(
+    r"Connection closed|Connection reset|Broken pipe|remote process exited|recvValue failed|connection.*aborted", re.I
+)
+
+
+class _Job:
+    """This process in its job, from its first process group on."""
 
     store: Store | None = None
     attempt = ""  # prefix of this attempt's keys
+    has_told = False  # why this rank stops
 
 
-_connection = _Connection()
-
-_LOOK_SECONDS = 0.02
-SAYS_SO_AFTER_SECONDS = 10.0  # how long a rank waits for others before it logs that
+_job = _Job()
 
 
 def store_for_group(number: int, rank: int, world_size: int, timeout: timedelta) -> Store:
     """The store for this process's `number`-th group, under its own prefix; connects on the first call."""
-    if _connection.store is None:
-        _connection.store, agent_hosts = _connect(rank, world_size, timeout)
-        _connection.attempt = (
-            _agree_on_attempt(_connection.store, rank, world_size, timeout) if agent_hosts else "dream_trainer"
-        )
-    return PrefixStore(f"{_connection.attempt}/{number}", _connection.store)
+    if _job.store is None:
+        _job.store, agent_hosts = _connect(rank, world_size, timeout)
+        _job.attempt = _agree_on_attempt(_job.store, rank, world_size, timeout) if agent_hosts else "dream_trainer"
+    return PrefixStore(f"{_job.attempt}/{number}", _job.store)
 
 
 def job_store(*, for_thread: bool = False) -> Store | None:
     """The keys of this attempt; None where no process group was made here. A connection serves one thread at a time."""
-    store = _connection.store
-    if store is None:
-        return None
-    return PrefixStore(_connection.attempt, connect_again(store) if for_thread else store)
+    store = _job.store
+    return None if store is None else PrefixStore(_job.attempt, connect_again(store) if for_thread else store)
 
 
 def all_arrive(where: str, n_ranks: int, timeout_seconds: float, *, times: int = 1, waits_for: str = "") -> bool:
@@ -118,21 +122,9 @@ def _connect(rank: int, world_size: int, timeout: timedelta) -> tuple[Store, boo
             "Use the same free one on all ranks, from 1024 to 65535, such as 29500, or torchrun, which finds one."
         )
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(port),
-        world_size,
-        is_master=rank == 0 and not agent_hosts,
-        timeout=timeout,
-        multi_tenant=True,
-    )
+    address, is_master = os.environ["MASTER_ADDR"], rank == 0 and not agent_hosts
+    store = TCPStore(address, int(port), world_size, is_master=is_master, timeout=timeout, multi_tenant=True)
     return store, agent_hosts
-
-
-PACKAGE = Path(__file__).parent.parent
-LATER_SECONDS = 0.5  # how much later the other ranks leave, so that torchrun takes the one that failed for the cause
-
-_told = False  # why this rank stops
 
 
 def end_job(exc: BaseException, store: Store | None, *, rank: int, world_size: int) -> NoReturn:
@@ -159,7 +151,7 @@ def leave_lost_job() -> None:
     except RuntimeError:
         why = "because the process that hosted the job's store is gone"
     with contextlib.suppress(RuntimeError):  # this rank was writing a line itself
-        if not _told:
+        if not _job.has_told:
             sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] stops {why}.\n")
         sys.stderr.flush()
         sys.stdout.flush()
@@ -207,7 +199,6 @@ def describe(exc: BaseException) -> str:
 
 def tell_failure(exc: BaseException, report: str, *, rank: int, first: int) -> None:
     """Writes to standard error that this rank failed; only the first to fail prints `report` and notifies torchrun."""
-    global _told
     reason = shorten(f"{type(exc).__name__}: {exc}".split("\n")[0], 200, placeholder=" ...")
     if first == rank:
         sys.stderr.write(f"[rank {rank}] failed, the job ends:\n{report.rstrip()}\n")
@@ -221,7 +212,7 @@ def tell_failure(exc: BaseException, report: str, *, rank: int, first: int) -> N
     else:
         because = f" (here: {reason})" if not is_lost_connection(exc) else ""
         sys.stderr.write(f"[rank {rank}] stops because of rank {first}{because}.\n")
-    _told = True
+    _job.has_told = True
     sys.stderr.flush()
     sys.stdout.flush()
 
@@ -248,13 +239,6 @@ def first_to_fail(store: Store | None, rank: int, dead: Callable[[], int | None]
 # -- Which rank died, when a rank only knows that a connection closed: each rank has recorded its process number.
 
 
-LOOK_FOR_SECONDS = 2.0  # how long to look: the system ends a killed process some time after its connections
-
-_LOST = re.compile(
-    r"Connection closed|Connection reset|Broken pipe|remote process exited|recvValue failed|connection.*aborted", re.I
-)
-
-
 class LostHostError(RuntimeError):
     """Ends the other ranks when a host of the job is gone, or cannot be reached. It must not be caught."""
 
@@ -264,9 +248,8 @@ def announce(store: Store, rank: int) -> None:
 
 
 def is_lost_connection(exc: BaseException) -> bool:
-    if isinstance(exc, LostHostError):
-        return True
-    return isinstance(exc, RuntimeError) and _LOST.search(str(exc)) is not None
+    is_lost = isinstance(exc, RuntimeError) and _LOST.search(str(exc)) is not None
+    return is_lost or isinstance(exc, LostHostError)
 
 
 def dead_ranks(store: Store, world_size: int) -> dict[int, str]:

@@ -44,10 +44,8 @@ class Heartbeat:
         self._answered = time.monotonic()
         self._processes: dict[int, int] = {}
         self._closing = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._beat, name="heartbeat", daemon=True),
-            threading.Thread(target=self._judge, name="heartbeat judge", daemon=True),
-        ]
+        work = {"heartbeat": self._beat, "heartbeat judge": self._judge}
+        self._threads = [threading.Thread(target=act, name=name, daemon=True) for name, act in work.items()]
 
     def start(self) -> Self:
         for thread in self._threads:

@@ -4,6 +4,7 @@ They meet in the job's store, which every host reaches by `MASTER_ADDR`, indepen
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import ipaddress
 import json
@@ -153,14 +154,11 @@ def take_reachable_interface(master_address: str, master_port: int) -> None:
 
 def interface_addresses() -> dict[str, list[str]]:
     """Maps this host's network interfaces to their addresses; only the first IPv4 address of each (Linux)."""
-    import fcntl
-
     found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for name, addresses in found.items():
-            request = struct.pack("256s", name.encode()[:15])
             try:
-                answer = fcntl.ioctl(asking, 0x8915, request)  # SIOCGIFADDR
+                answer = fcntl.ioctl(asking, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
             except OSError:  # it has none
                 continue
             addresses.append(socket.inet_ntoa(answer[20:24]))

@@ -16,6 +16,8 @@ from torch import Tensor
 from dream_trainer.checks import listed
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError, RanksDifferError
 
+T = TypeVar("T")
+
 
 @dataclass(eq=False, repr=False)
 class Ranks:
@@ -148,9 +150,6 @@ class Ranks:
             )
 
 
-T = TypeVar("T")
-
-
 class _Failure(NamedTuple):
     message: str  # the error's text for the other ranks
     is_damage: bool
@@ -212,8 +211,7 @@ def differing_facts(ranks: Ranks, facts: Mapping[str, Any], *, among: int = 0) -
         return []
     spelled_facts = {name: value if isinstance(value, str) else repr(value) for name, value in facts.items()}
     digest = hashlib.sha256(repr(sorted(spelled_facts.items())).encode(errors="surrogatepass")).digest()
-    digests = ranks.all_gather_object((among, digest))
-    groups = [group for group, _ in dict.fromkeys(digests)]
+    groups = [group for group, _ in dict.fromkeys(ranks.all_gather_object((among, digest)))]
     if len(set(groups)) == len(groups):
         return []
     every = ranks.all_gather_object((among, spelled_facts))

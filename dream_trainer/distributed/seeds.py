@@ -19,6 +19,7 @@ from dream_trainer.compat.pytorch import default_generator_of
 from dream_trainer.errors import CheckpointError
 
 _numpy: Any = np  # its stubs do not export get_bit_generator and set_bit_generator
+_PREFIX = "random."  # of the names of states in a checkpoint
 GENERATORS = frozenset(("torch", "python", "numpy"))  # the global CPU generators, by library
 
 
@@ -79,29 +80,24 @@ class WatchedSeeds:
         return {name for name in generators if _MARKS[name]() != marks[name]}
 
 
-States = tuple[Tensor, Any, Any]  # of torch, of python, and numpy's generator
-
-
-class Outside:
+class _Outside:
     """The training process's own streams while others are in use; the outermost block restores them."""
 
-    __slots__ = ("depth", "states")
-
-    def __init__(self) -> None:
-        self.states: States | None = None  # numpy's is a generator that was taken out: copying takes 45 us
-        self.depth = 0  # number of blocks around
+    # Of torch, of python, and numpy's generator, which was taken out: copying takes 45 us.
+    states: tuple[Tensor, Any, Any] | None = None
+    depth = 0  # number of blocks around
 
 
-outside = Outside()
+_outside = _Outside()
 # numpy's generators inside these blocks, by the number of blocks around.
 _stand_ins: list[Any] = []
 
 
 def undisturbed_cpu_state() -> tuple[Tensor, Any, Any]:
     """The states of torch's, python's and numpy's generators as they are outside `preserved_random_state`."""
-    if outside.states is None:
+    if _outside.states is None:
         return torch.default_generator.get_state(), random.getstate(), np.random.get_state(legacy=False)
-    of_torch, of_python, numpy_generator = outside.states
+    of_torch, of_python, numpy_generator = _outside.states
     # A generator that was taken out has lost the second half of a pair of normal numbers, if it held one.
     return of_torch, of_python, numpy_generator.state | {"has_gauss": 0, "gauss": 0.0}
 
@@ -115,16 +111,16 @@ class preserved_random_state(AbstractContextManager[None]):
         self._on_device = None if device is None or device.type == "cpu" else default_generator_of(device)
 
     def __enter__(self) -> None:
-        self._is_outermost, self._depth = outside.states is None, outside.depth
+        self._is_outermost, self._depth = _outside.states is None, _outside.depth
         if len(_stand_ins) <= self._depth:
             _stand_ins.append(np.random.MT19937(len(_stand_ins)))
         self._state = state = torch.default_generator.get_state(), random.getstate(), _numpy.random.get_bit_generator()
         self._device_state = None if self._on_device is None else self._on_device.get_state()
         try:
             if self._is_outermost:
-                outside.states = state
+                _outside.states = state
             _numpy.random.set_bit_generator(_stand_ins[self._depth])
-            outside.depth += 1
+            _outside.depth += 1
         except BaseException:  # a signal that ends a wait for data may come just here
             self.__exit__()
             raise
@@ -136,9 +132,9 @@ class preserved_random_state(AbstractContextManager[None]):
             self._put_back()
             raise
         finally:
-            outside.depth = self._depth
+            _outside.depth = self._depth
             if self._is_outermost:
-                outside.states = None  # not before: a signal that asks for a save may come just here too
+                _outside.states = None  # not before: a signal that asks for a save may come just here too
 
     def _put_back(self) -> None:
         of_torch, of_python, numpy_generator = self._state
@@ -158,15 +154,11 @@ def numbers_of_place(purpose: bytes, place: int, device: torch.device) -> Iterat
         yield
 
 
-_PREFIX = "random."
-
-
 def random_state(device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The global generators' states for typed JSON, and as named byte tensors, read without drawing."""
     torch_state, python_state, numpy_state = undisturbed_cpu_state()
     tensors = {f"{_PREFIX}{kind}": generator.get_state() for kind, generator in _generators(device).items()}
-    state = {"python": python_state, "numpy": numpy_state}
-    return state, tensors | {f"{_PREFIX}cpu": torch_state}
+    return {"python": python_state, "numpy": numpy_state}, tensors | {f"{_PREFIX}cpu": torch_state}
 
 
 def set_random_state(state: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
@@ -185,5 +177,4 @@ def set_random_state(state: Mapping[str, Any], tensors: Mapping[str, Tensor], de
 
 
 def _generators(device: torch.device) -> dict[str, torch.Generator]:
-    cpu = torch.device("cpu")
-    return {kind.type: default_generator_of(kind) for kind in (cpu, device)}
+    return {kind.type: default_generator_of(kind) for kind in (torch.device("cpu"), device)}

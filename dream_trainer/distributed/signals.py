@@ -26,8 +26,10 @@ T = TypeVar("T")
 TERMINATING = (signal.SIGTERM, signal.SIGHUP)  # save and end the run; a closed terminal or ssh session sends the second
 
 _HANDLED = (*TERMINATING, signal.SIGINT, signal.SIGUSR1)  # those, Ctrl-C, and a request to save and continue
+_CLOSE = 0  # no signal has this number
 
-
+LOOK_SECONDS = 0.5  # a wait for data that is longer looks into the store, each time this long has passed
+JOIN_SECONDS = 5.0
 # Longer than a job takes to save after a signal, shorter than torchrun waits for it to end.
 _WORKER_OUTLIVES_SECONDS = 25
 
@@ -194,12 +196,6 @@ def may_be_restarted() -> bool:
 
 
 # -- Signals of one rank reach all.
-
-
-LOOK_SECONDS = 0.5  # a wait for data that is longer looks into the store, each time this long has passed
-
-JOIN_SECONDS = 5.0
-_CLOSE = 0  # no signal has this number
 
 
 @contextmanager

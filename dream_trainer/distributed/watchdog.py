@@ -142,7 +142,11 @@ class Watchdog:
             place = f"rank {self.rank} of {self.world_size} on {socket.gethostname()}, process {os.getpid()}"
             with self._path.open("a") as file:
                 file.write(f"==== {now}, {place}\n{reason}; this rank is at {where}\n\n{stacks()}\n")
-            self._write_collectives()
+            records = recorded_collectives() if self.store is not None else None
+            if records is not None:  # of this rank's last collectives; `torchfrtrace` compares the ranks' of NCCL
+                directory = self._path.parent.parent / "flight_recorder"
+                directory.mkdir(exist_ok=True)
+                (directory / f"rank_{self.rank}").write_bytes(records)
             report = f"{reason}.\n{self._what_was_written(self._gather())}"
         except Exception as error:  # a full disk, a lost file system: whatever it is, the job must end
             report = f"{reason}.\nIts stacks, since writing {self._path} failed ({error}):\n{stacks()}"
@@ -152,15 +156,6 @@ class Watchdog:
         )
         tell_failure(TimeoutError(reason), report, rank=self.rank, first=first)
         self._leave(first)
-
-    def _write_collectives(self) -> None:
-        """PyTorch's record of this rank's last collectives; `torchfrtrace` compares the ranks' where NCCL ran them."""
-        records = recorded_collectives() if self.store is not None else None
-        if records is None:
-            return
-        directory = self._path.parent.parent / "flight_recorder"
-        directory.mkdir(exist_ok=True)
-        (directory / f"rank_{self.rank}").write_bytes(records)
 
     def _gather(self) -> dict[int, str] | None:
         """Says that this rank's stacks are written, and waits for the others; which line each is at that said so."""

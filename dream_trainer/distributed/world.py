@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from dream_trainer.distributed.heartbeat import Heartbeat
 
 MESH_DIMS = MeshShape._fields
+# How long a rank with an exception waits for the others to have one too: they may still be at their last step.
+_ALONE_AFTER_SECONDS = 5.0
 
 
 class _Launches:
@@ -60,10 +62,6 @@ class _Launches:
 
 
 _launches = _Launches()
-
-
-# How long a rank with an exception waits for the others to have one too: they may still be at their last step.
-_ALONE_AFTER_SECONDS = 5.0
 
 
 def environment_ranks() -> tuple[int, int, int]:
@@ -121,12 +119,8 @@ class World(Ranks):
         self._ranks_per_host = world_size if place is None else len(place.ranks)
         self.workers = (1 if place is None else place.n_hosts) if workers == "hosts" else workers
         of_worker = ranks_per_worker(world_size, self.workers)
-        self.mesh_shape: MeshShape = resolve_mesh(
-            parameters,
-            world_size,
-            shard_by_default,
-            ranks_per_host=self._ranks_per_host if self.workers == 1 else of_worker,
-        )
+        per_host = self._ranks_per_host if self.workers == 1 else of_worker
+        self.mesh_shape: MeshShape = resolve_mesh(parameters, world_size, shard_by_default, per_host)
         self.step_size = of_worker // self.mesh_shape.pp
         self.parameter_shape = parameter_shape(parameters, self.mesh_shape, shard_by_default)
         refuse_split_copies(self.mesh_shape, self.workers)
@@ -246,13 +240,11 @@ class World(Ranks):
         sizes = {name: size for name, size in vars(self._parameters).items() if type(size) is int}
         mesh = {**self.mesh_shape._asdict(), **sizes}  # laid in two ways, it would hang
         refuse_differences(self, {"mesh": mesh}, "Use the same device_parameters on every rank.")
-        self.mesh = init_device_mesh(self.device.type, tuple(self.mesh_shape), mesh_dim_names=MESH_DIMS)
+        lay = partial(init_device_mesh, self.device.type, mesh_dim_names=MESH_DIMS)
+        self.mesh = self.parameter_mesh = lay(tuple(self.mesh_shape))
         keep_own_generators(self.mesh)
-        self.parameter_mesh = (
-            self.mesh
-            if self.parameter_shape == self.mesh_shape
-            else init_device_mesh(self.device.type, tuple(self.parameter_shape), mesh_dim_names=MESH_DIMS)
-        )
+        if self.parameter_shape != self.mesh_shape:
+            self.parameter_mesh = lay(tuple(self.parameter_shape))
 
     def _make_default_group(self, timeout: timedelta) -> None:
         backend, kind = "gloo", self.device.type
@@ -269,13 +261,9 @@ class World(Ranks):
                 from dream_trainer.distributed.heartbeat import Heartbeat
 
                 _launches.heartbeat = Heartbeat(own, job, place, limit_seconds=limit).start()
+        device = self.device if kind == "cuda" else None
         dist.init_process_group(
-            backend,
-            store=store,
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=timeout,
-            device_id=self.device if self.device.type == "cuda" else None,
+            backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout, device_id=device
         )
 
     def _make_cpu_group(self, timeout: timedelta) -> dist.ProcessGroup:

@@ -6,6 +6,7 @@ They know no trainer: a callback's events, which are called with one, are in eve
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, TypeVar
@@ -69,7 +70,17 @@ class Timed:
         """Whether it is time; asked on rank 0, until the callback has acted."""
 
 
+T = TypeVar("T")
 C = TypeVar("C", bound=BaseCallback)
+
+
+def numbered(objects: Iterable[T]) -> Iterator[tuple[str, T]]:
+    """Each with its class and its number within that, `EMA.0`: adding or removing one shifts no other class's."""
+    counts: Counter[str] = Counter()
+    for each in objects:
+        name = type(each).__name__
+        yield f"{name}.{counts[name]}", each
+        counts[name] += 1
 
 
 class CallbackCollection:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 # accumulation steps between two checks; the first is one, and each validation and epoch ends with one
 STEPS_BETWEEN_CHECKS: Final = 100
-
 # batches after which a run that only a number of steps ends is an error, if it never stepped nor changed a weight
 BATCHES_WITHOUT_STEP: Final = 10_000
 
@@ -46,8 +45,25 @@ class SanityChecks(Callback):
         self._step_before, self._writes_before = trainer.global_step, _writes(trainer)
         schedulers = trainer.named_schedulers().values()
         self._before = {id(s): (steps_taken(s), trainer.times_stepped(s), _rates_of(s)) for s in schedulers}
-        _warn_of_eval_mode(trainer)
-        _warn_of_left_out_parameters(trainer)
+        models = trainer.named_models().items()
+        for name, model in models:
+            # Frozen parts may be meant to be in it; a whole model is as `from_pretrained` returns it.
+            is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
+            if not model.training and not is_frozen and trainer.get_optimizers_by_model(model):
+                trainer.warn_once(
+                    f"eval mode {name}",
+                    f"self.{name} is in eval mode and an optimizer trains it: its dropout does nothing, and its "
+                    f"BatchNorm learns no statistics. Call self.{name}.train() in configure_models; models that "
+                    "from_pretrained has loaded are in eval mode. Parts that are to stay in it can be set to it after.",
+                )
+        # Gradients of what is left out are computed, reduced and never cleared: each accumulation step adds to them.
+        updated = {id(parameter) for parameter in _optimized(trainer)}
+        named = [(name, p) for model_name, model in models for name, p in model.named_parameters(model_name)]
+        if left_out := [name for name, p in named if p.requires_grad and id(p) not in updated]:
+            left = listed(left_out, 2)
+            trainer.warn_once(
+                "no optimizer", f"trainable, but in no optimizer: {left}. Give them to one, or requires_grad_(False)."
+            )
 
     @override
     def post_train_step(self, trainer: AbstractTrainer) -> None:
@@ -148,32 +164,6 @@ class SanityChecks(Callback):
                     "over in self.step(model, optimizer, scheduler), or call its step() in post_epoch or "
                     "post_val_epoch.",
                 )
-
-
-def _warn_of_eval_mode(trainer: AbstractTrainer) -> None:
-    """Frozen parts may be meant to be in it; a whole model is as `from_pretrained` returns it."""
-    for name, model in trainer.named_models().items():
-        is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
-        if not model.training and not is_frozen and trainer.get_optimizers_by_model(model):
-            trainer.warn_once(
-                f"eval mode {name}",
-                f"self.{name} is in eval mode and an optimizer trains it: its dropout does nothing, and its "
-                f"BatchNorm learns no statistics. Call self.{name}.train() in configure_models; models that "
-                "from_pretrained has loaded are in eval mode. Parts that are to stay in it can be set to it after.",
-            )
-
-
-def _warn_of_left_out_parameters(trainer: AbstractTrainer) -> None:
-    """Their gradients are computed, reduced and never cleared: each accumulation step adds to them."""
-    updated = {id(parameter) for parameter in _optimized(trainer)}
-    models = trainer.named_models().items()
-    named = [(name, p) for model_name, model in models for name, p in model.named_parameters(model_name)]
-    left_out = [name for name, p in named if p.requires_grad and id(p) not in updated]
-    if left_out:
-        left = listed(left_out, 2)
-        trainer.warn_once(
-            "no optimizer", f"trainable, but in no optimizer: {left}. Give them to one, or requires_grad_(False)."
-        )
 
 
 def _optimized(trainer: AbstractTrainer) -> Iterator[nn.Parameter]:

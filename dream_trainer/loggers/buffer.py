@@ -44,29 +44,9 @@ class Total(NamedTuple):
 
 
 _NOTHING = Total(0.0, 0.0)
-# Bytes of the widest scalar. A larger storage means that the value is part of a larger tensor.
-_WIDEST = 8
+_WIDEST = 8  # bytes of a scalar; a larger storage means that the value is part of a larger tensor
 
-
-class Flight(NamedTuple):
-    reductions: dict[str, str]
-    totals: dict[str, Total]  # reduced before
-    values: list[tuple[str, Scalar, Scalar]]  # names, values and weights
-    numbers: Callable[[], list[float]]  # what the tensors among them hold; waits for the device until that is there
-
-    def land(self) -> dict[str, tuple[str, Total]]:
-        numbers = iter(self.numbers())
-        pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in self.totals}
-        for name, held, held_weight in self.values:
-            value = next(numbers) if isinstance(held, Tensor) else held
-            weight = next(numbers) if isinstance(held_weight, Tensor) else held_weight
-            value = value * weight if weight and self.reductions[name] == "mean" else value
-            pairs.setdefault(name, []).append((value, weight))
-        return {
-            name: (reduce, _combined(reduce, self.totals.get(name, _NOTHING), pairs[name]))
-            for name, reduce in self.reductions.items()
-            if name in pairs
-        }
+Flight = Callable[[], dict[str, tuple[str, Total]]]  # waits for values on their way; their reductions and totals
 
 
 class MetricBuffer:
@@ -129,19 +109,33 @@ class MetricBuffer:
 
     def begin(self) -> Flight:
         """Takes out everything added so far and starts its way to the host. Waits for nothing."""
-        values, totals = self._values, self._totals
+        values, totals, reductions = self._values, self._totals, self._reductions
         self._values, self._totals, self._mark = [], {}, 0
-        tensors = [item for _, *pair in values for item in pair if isinstance(item, Tensor)]
-        return Flight(self._reductions, totals, values, start_copy(tensors))
+        copied = start_copy([item for _, *pair in values for item in pair if isinstance(item, Tensor)])
+
+        def land() -> dict[str, tuple[str, Total]]:
+            numbers = iter(copied())
+            pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in totals}
+            for name, held, held_weight in values:
+                value = next(numbers) if isinstance(held, Tensor) else held
+                weight = next(numbers) if isinstance(held_weight, Tensor) else held_weight
+                value = value * weight if weight and reductions[name] == "mean" else value
+                pairs.setdefault(name, []).append((value, weight))
+            return {
+                name: (reduce, _combined(reduce, totals.get(name, _NOTHING), pairs[name]))
+                for name, reduce in reductions.items()
+                if name in pairs
+            }
+
+        return land
 
     def finish(self, flight: Flight, world: Ranks) -> dict[str, float]:
         """Values taken by `begin`, equal on all ranks: one collective, and a second one for new keys."""
-        totals_by_name = flight.land()
+        totals_by_name = flight()
         if world.world_size > 1:
-            ranks = _gather(_counted(totals_by_name, world), self._agreed, world)
             totals_by_name = {
                 name: (self._agreed[name], _combined(self._agreed[name], _NOTHING, totals))
-                for name, totals in ranks.items()
+                for name, totals in _gather(_counted(totals_by_name, world), self._agreed, world).items()
             }
         return {
             name: value / weight if reduce == "mean" else value
@@ -151,7 +145,8 @@ class MetricBuffer:
 
     def state_dict(self, world: Ranks) -> dict[str, Any]:
         """All ranks' values since the last `begin`. Every rank must call it."""
-        landed = self.begin().land()
+        land = self.begin()
+        landed = land()
         self._totals = {name: total for name, (_, total) in landed.items()}
         local_totals = {name: [reduce, *total] for name, (reduce, total) in _counted(landed, world).items()}
         return {"ranks": world.all_gather_object(local_totals), "copies": world.data_copies * world.stages}
@@ -167,8 +162,7 @@ class MetricBuffer:
         for records in ranks:
             for name, (reduce, value, weight) in records.items():
                 self._note_reduction(name, reduce)
-                total = self._totals.get(name, _NOTHING)
-                self._totals[name] = _combined(reduce, total, [(value, weight)])
+                self._totals[name] = _combined(reduce, self._totals.get(name, _NOTHING), [(value, weight)])
 
     def _note_reduction(self, name: str, reduce: str) -> None:
         if not isinstance(name, str) or not name:
@@ -401,8 +395,7 @@ class NoRecord(Record):
 
     @override
     def add(self, name: str, value: Tensor | float, weight: Scalar | None, reduce: str) -> None:
-        message = f"log({name!r}) was called in {self._where}, which logs nothing: ignored."
-        self._warn_once("log outside", message)
+        self._warn_once("log outside", f"log({name!r}) was called in {self._where}, which logs nothing: ignored.")
 
 
 class Records:

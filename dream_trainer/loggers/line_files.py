@@ -26,6 +26,7 @@ from dream_trainer.screen import format_metrics, show
 if TYPE_CHECKING:
     import PIL.Image
 
+_STEP = re.compile(r"step_(\d+)(_\d+)?\.(png|gif)")
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _in_json = json.JSONEncoder(allow_nan=False, check_circular=False).encode  # `json.dumps` makes one for each call
 
@@ -217,12 +218,6 @@ def _read_csv(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
     reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1]))
     rows = list(reader)
     return list(reader.fieldnames or Stamp._fields), rows
-
-
-# -- Images.
-
-
-_STEP = re.compile(r"step_(\d+)(_\d+)?\.(png|gif)")
 
 
 class ImageFilesLogger(Logger):

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dream_trainer.loggers.buffer import Records
 
 T = TypeVar("T")
+Cell = str | int | float | bool | None
 
 
 class Logger(ABC):
@@ -79,9 +80,6 @@ class Logger(ABC):
         if what is None:
             raise RuntimeError("log() was called before open(). Open the logger on a run directory first.")
         return what
-
-
-Cell = str | int | float | bool | None
 
 
 @dataclass(frozen=True)
@@ -179,8 +177,7 @@ class MediaLog:
         value = value.cpu().float().nan_to_num(0.0, 1.0, 0.0)
         lowest, highest = value.aminmax()
         if lowest < -1e-3 or highest > 1 + 1e-3:
-            message = f"{name!r} has values outside of 0 to 1, which are clamped for display."
-            self._warn_once(f"clamped {name}", message)
+            self._warn_once(f"clamped {name}", f"{name!r} has values outside of 0 to 1, which are clamped for display.")
         return value.clamp(0, 1).mul(255).round().to(torch.uint8)
 
     def _add(self, name: str, make: Callable[[], Media]) -> None:

@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     from dream_trainer.events.collection import CallbackCollection
     from dream_trainer.trainer.abstract import AbstractTrainer
 
-# Steps that do not show the pace: compilation, allocation, first touches of the data.
-WARM_UP_STEPS = 3
-# Share of the time spent waiting for data that is worth telling.
-NOTABLE_WAIT = 0.1
+WARM_UP_STEPS = 3  # that do not show the pace: compilation, allocation, first touches of the data
+NOTABLE_WAIT = 0.1  # share of the time spent waiting for data that is worth telling
 
 
 class Pace:

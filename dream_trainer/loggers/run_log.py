@@ -4,7 +4,6 @@ were not flushed."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass
@@ -20,14 +19,12 @@ from dream_trainer.cleanup import followed_by
 from dream_trainer.config.logger_parameters import LoggerParameters, logger_entry
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import ConfigError, HookError
+from dream_trainer.events.collection import numbered
 from dream_trainer.loggers.buffer import Flight, Record, Records, Scalar, Stamp, TrainingRecord
 from dream_trainer.loggers.line_files import read_jsonl
 from dream_trainer.loggers.media import Logger, Media, MediaLog
 
-Line = dict[str, float]
 _FAILED = object()
-
-
 # Names for pip of modules that are called otherwise.
 _DISTRIBUTIONS = {"PIL": "pillow", "google_crc32c": "google-crc32c", "mlflow": "mlflow-skinny"}
 
@@ -81,20 +78,13 @@ class LoggerGroup:
 
     def state_dict(self) -> dict[str, Any]:
         """The loggers' state for a checkpoint, by class and number within the class."""
-        states = {key: self._guarded(each, each.state_dict) for key, each in self._numbered()}
+        states = {key: self._guarded(each, each.state_dict) for key, each in numbered(self._loggers)}
         return {key: state for key, state in states.items() if state and state is not _FAILED}
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
-        for key, each in self._numbered():
+        for key, each in numbered(self._loggers):
             if key in states:
                 self._guarded(each, partial(each.load_state_dict, states[key]))
-
-    def _numbered(self) -> Iterator[tuple[str, Logger]]:
-        counts: Counter[str] = Counter()
-        for each in self._loggers:
-            name = type(each).__name__
-            yield f"{name}.{counts[name]}", each
-            counts[name] += 1
 
     def _guarded(self, logger: Logger, act: Callable[[], object]) -> object:
         try:
@@ -111,8 +101,20 @@ class LoggerGroup:
 
 def check_loggers(parameters: LoggerParameters) -> list[type[Logger]]:
     """The classes of `parameters.loggers`, in their order, if they can work."""
-    classes = [_logger_class(name) for name in parameters.loggers]
-    for name, cls in zip(parameters.loggers, classes, strict=True):
+    classes: list[type[Logger]] = []
+    for name in parameters.loggers:
+        entry = logger_entry(name)
+        try:
+            cls = entry.load()
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f'the logger "{name}" is {entry.value}, which cannot be loaded ({error}). Install what it needs, or '
+                f'leave "{name}" out.'
+            ) from error
+        refuse(
+            not (isinstance(cls, type) and issubclass(cls, Logger)),
+            f'the logger "{name}" is {entry.value}, which is no class of loggers. Derive it from Logger.',
+        )
         missing = [_DISTRIBUTIONS.get(module, module) for module in cls.requires if find_spec(module) is None]
         refuse(
             bool(missing),
@@ -120,21 +122,8 @@ def check_loggers(parameters: LoggerParameters) -> list[type[Logger]]:
             f'Run pip install {" ".join(missing)}, or leave "{name}" out.',
         )
         cls.check(parameters)
+        classes.append(cls)
     return classes
-
-
-def _logger_class(name: str) -> type[Logger]:
-    entry = logger_entry(name)
-    try:
-        cls = entry.load()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f'the logger "{name}" is {entry.value}, which cannot be loaded ({error}). Install what it needs, or leave '
-            f'"{name}" out.'
-        ) from error
-    if isinstance(cls, type) and issubclass(cls, Logger):
-        return cls
-    raise ConfigError(f'the logger "{name}" is {entry.value}, which is no class of loggers. Derive it from Logger.')
 
 
 @dataclass(eq=False, repr=False)
@@ -159,7 +148,7 @@ class RunLog:
         self._cadence = Cadence(steps=self.parameters.log_every_n_steps)
         self._world = Ranks.alone()
         self._loggers = LoggerGroup([], self.warn_once)  # with some on rank 0
-        self.history: list[Line] = []
+        self.history: list[dict[str, float]] = []
         self._flight: tuple[Flight, Stamp] | None = None  # a flush that is not read yet
         self._flushed_step = 0
         self._has_ended = False
@@ -188,16 +177,12 @@ class RunLog:
         self._opened()
         self.training.window_started()
 
-    def window_dropped(self) -> None:
-        self.training.window_dropped()
-
     def window_finished(self, step: int, *, is_last: bool = False, is_stopped: bool = False) -> None:
         if self._flight is not None or self.training.waiting:
             self.land()
         if is_last:
             self._has_ended = not (is_stopped and self._pending_is_saved(step))
-        if self._has_ended or self._cadence.is_due(step):
-            self._flush_if_due(step)
+        self._flush_if_due(step)
         if is_last:
             self.land()
 
@@ -249,8 +234,7 @@ class RunLog:
     @contextmanager
     def line_of_its_own(self, *, counts: bool) -> Iterator[None]:
         """Inside, logs belong to the validation or epoch that has just ended, and are written at the end."""
-        media = self.training.waiting if counts else None
-        record = Record(media=media, media_stamp=self.stamp, is_own_line=counts)
+        record = Record(media=self.training.waiting if counts else None, media_stamp=self.stamp, is_own_line=counts)
         with self.records.inside(record):
             yield
             self._write_own_line()

@@ -119,17 +119,21 @@ def _summary(name: str, media: Media) -> Summary:
 
     from dream_trainer.loggers.line_files import gif, png, wav
 
+    def encoded(shape: tuple[int, ...], data: bytes) -> Summary.Image:
+        channels, height, width = shape
+        return Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=data)
+
     match media:
         case Images():
             values = []
             for index, image in enumerate(media.images):
                 value = Summary.Value(tag=f"{name}/{index}" if len(media.images) > 1 else name)
-                value.image.CopyFrom(_image(image.pixels.shape, png(image)))
+                value.image.CopyFrom(encoded(image.pixels.shape, png(image)))
                 value.metadata.CopyFrom(SummaryMetadata(summary_description=image.caption or ""))
                 values.append(value)
             return Summary(value=values)
         case Video():
-            return Summary(value=[Summary.Value(tag=name, image=_image(media.frames.shape[1:], gif(media)))])
+            return Summary(value=[Summary.Value(tag=name, image=encoded(media.frames.shape[1:], gif(media)))])
         case Audio():
             sound = Summary.Audio(
                 sample_rate=media.sample_rate,
@@ -146,10 +150,3 @@ def _summary(name: str, media: Media) -> Summary:
             return text(name, markdown(media))
         case Text():
             return text(name, media.text)
-
-
-def _image(shape: tuple[int, ...], data: bytes) -> Summary.Image:
-    from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
-
-    channels, height, width = shape
-    return Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=data)

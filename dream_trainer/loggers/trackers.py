@@ -35,14 +35,16 @@ if TYPE_CHECKING:
     from trackio.run import Run
 
 STEP = "trainer/global_step"
+# MLflow's limits: metrics and parameters in one call, letters of a parameter's name and of its value.
+_METRICS, _PARAMS = 1000, 100
+_NAME, _VALUE = 250, 6000
+_STEP_OF_IMAGE = re.compile(r"images/(.+)[+%]step[+%](\d+)[+%]timestamp")
 
 
 class _JournalLogger(Logger):
     """A tracker that may lose lines in a kill, so they are also in `<package>/lines.jsonl` of the run directory."""
 
     _package: ClassVar[str]  # also the field of its parameters
-    _table_options: ClassVar[dict[str, Any]] = {}
-    _has_galleries: ClassVar[bool] = False  # several images under one name
     _known = -1  # the last step that the tracker has from before the restart
     _lines: LineFile | None = None
     run: Any = None
@@ -90,30 +92,30 @@ class _JournalLogger(Logger):
     def _send(self, values: dict[str, Any], step: int) -> None:
         """Gives values to the tracker."""
 
-    @abstractmethod
-    def _shown_text(self, text: str) -> Any:
-        """The tracker's object for text."""
-
     def _shown(self, name: str, media: Media, directory: Path) -> dict[str, Any]:
-        """The tracker's object for `media`, whose files are in `directory`; both have classes of the same names."""
+        """The tracker's object for `media`, whose files are in `directory`; most classes have one name in both."""
         tracker: Any = import_module(self._package)
+        is_wandb = self._package == "wandb"
         match media:
             case Images():
                 images = [tracker.Image(pil_image(image.pixels), caption=image.caption) for image in media.images]
-                numbered = dict(zip(_numbered(name, len(images)), images, strict=True))
-                return {name: images} if self._has_galleries else numbered
+                if is_wandb:  # which has galleries
+                    return {name: images}
+                return dict(zip(_numbered(name, len(images)), images, strict=True))
             case Video():
                 return {name: tracker.Video(_file(directory / "video.gif", gif(media)))}
             case Audio():
                 return {name: tracker.Audio(_file(directory / "sound.wav", wav(media)))}
             case Histogram():
-                counts = numpy.array(media.counts), numpy.array(media.edges)
-                return {name: tracker.Histogram(np_histogram=counts)}
+                return {name: tracker.Histogram(np_histogram=(numpy.array(media.counts), numpy.array(media.edges)))}
             case Table():
                 rows = [list(row) for row in media.rows]
-                return {name: tracker.Table(columns=list(media.columns), data=rows, **self._table_options)}
+                options = {"allow_mixed_types": True} if is_wandb else {}
+                return {name: tracker.Table(columns=list(media.columns), data=rows, **options)}
+            case Text() if is_wandb:
+                return {name: tracker.Html(f"<pre>{html.escape(media.text)}</pre>")}
             case Text():
-                return {name: self._shown_text(media.text)}
+                return {name: tracker.Markdown(media.text)}
 
     @override
     def close(self) -> None:
@@ -148,8 +150,6 @@ class WandbLogger(_JournalLogger):
 
     requires: ClassVar[tuple[str, ...]] = ("wandb",)
     _package: ClassVar[str] = "wandb"
-    _table_options: ClassVar[dict[str, Any]] = {"allow_mixed_types": True}
-    _has_galleries: ClassVar[bool] = True
     run: wandb.Run | None = None
 
     def __init__(self, parameters: WandbParameters | None = None) -> None:
@@ -210,21 +210,12 @@ class WandbLogger(_JournalLogger):
         self._step, self._row, self._next_row = step, row, row + self._has_others
 
     @override
-    def _shown_text(self, text: str) -> Any:
-        import wandb
-
-        return wandb.Html(f"<pre>{html.escape(text)}</pre>")
-
-    @override
     def state_dict(self) -> dict[str, Any]:
         return {"id": self._id}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._id = state["id"]
-
-
-_Row = tuple[int, frozenset[str]]  # A step, and the names that were logged together
 
 
 class TrackioLogger(_JournalLogger):
@@ -248,7 +239,8 @@ class TrackioLogger(_JournalLogger):
 
     def __init__(self, parameters: TrackioParameters | None = None) -> None:
         self._parameters = parameters or TrackioParameters()
-        self._stored: Counter[_Row] = Counter()  # rows that Trackio already has, and would get again
+        # Rows that Trackio already has, and would get again: a step, and the names that were logged together.
+        self._stored: Counter[tuple[int, frozenset[str]]] = Counter()
 
     @override
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
@@ -279,18 +271,6 @@ class TrackioLogger(_JournalLogger):
             self._stored[row] -= 1
         else:
             self._opened(self.run).log(values, step=step)
-
-    @override
-    def _shown_text(self, text: str) -> Any:
-        import trackio
-
-        return trackio.Markdown(text)
-
-
-# MLflow's limits: metrics and parameters in one call, letters of a parameter's name and of its value.
-_METRICS, _PARAMS = 1000, 100
-_NAME, _VALUE = 250, 6000
-_STEP_OF_IMAGE = re.compile(r"images/(.+)[+%]step[+%](\d+)[+%]timestamp")
 
 
 class MLflowLogger(Logger):

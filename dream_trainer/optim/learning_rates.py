@@ -16,7 +16,6 @@ from dream_trainer.config.parameter_class import NonNegativeInt, parameters
 from dream_trainer.errors import ConfigError
 
 ScheduleName = Literal["constant", "cosine", "linear", "wsd", "inverse_sqrt", "plateau"]
-DecayShape = Literal["linear", "cosine", "sqrt", "exponential"]
 
 _TAKES: dict[str, tuple[str, ...]] = {
     "constant": (),
@@ -62,7 +61,7 @@ class ScheduleParameters:
     """Smallest factor on the learning rate: cosine, linear, wsd, inverse_sqrt, plateau. None is 0."""
     decay_steps: int | float | None = None
     """Length of wsd's decay in units, or a fraction of the total below 1. None is 0.1, which MiniCPM found enough."""
-    decay_shape: DecayShape | None = None
+    decay_shape: Literal["linear", "cosine", "sqrt", "exponential"] | None = None
     """Form of wsd's decay. None is "linear"."""
     mode: Literal["min", "max"] | None = None
     """Whether plateau's metric should fall or rise. None is "min"."""
@@ -138,7 +137,13 @@ def build_schedules(
 ) -> list[LambdaLR | ReduceLROnPlateau]:
     """One schedule for each of several optimizers, in their order; arguments and errors of `build_schedule`."""
     if parameters.name == "plateau":
-        return [_plateau(parameters, optimizer) for optimizer in optimizers]
+        smallest = parameters.min_lr_ratio or 0.0
+        settings = {name: getattr(parameters, name) for name in ("mode", "factor", "patience", "cooldown")}
+        given = {name: value for name, value in settings.items() if value is not None}
+        return [
+            ReduceLROnPlateau(one, min_lr=[smallest * group["lr"] for group in one.param_groups], **given)
+            for one in optimizers
+        ]
     if parameters.unit != "token":
         factor = rate_factor(parameters, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
         return [LambdaLR(optimizer, factor) for optimizer in optimizers]
@@ -170,16 +175,6 @@ def set_token_origin(scheduler: Any, origin: int) -> None:
     """Gives a schedule with `unit="token"` its beginning; others have none."""
     if isinstance(scheduler, TokenLR):
         scheduler.origin[0] = origin
-
-
-def _plateau(parameters: ScheduleParameters, optimizer: Optimizer) -> ReduceLROnPlateau:
-    smallest = parameters.min_lr_ratio or 0.0
-    settings = {name: getattr(parameters, name) for name in ("mode", "factor", "patience", "cooldown")}
-    return ReduceLROnPlateau(
-        optimizer,
-        min_lr=[smallest * group["lr"] for group in optimizer.param_groups],
-        **{name: value for name, value in settings.items() if value is not None},
-    )
 
 
 def rate_factor(

@@ -19,9 +19,8 @@ from dream_trainer.compat.pytorch import all_gather_flat, local_tensor, with_loc
 from dream_trainer.parallel.sharded_model import rows_of
 from dream_trainer.parallel.sharding import local_gradient
 
-# -- Whole matrices, each on one rank: parts travel to a matrix's owner in one packed all-to-all, and results travel
-# back. So the work on a whole matrix is done once in the world, and costs two collectives a step, however many matrices
-# there are. Ranks that hold the same parts share the work too.
+# -- Parts travel to a matrix's owner in one packed all-to-all, and results travel back. Ranks that hold the same parts
+# share the work too.
 
 
 @dataclass(frozen=True)
@@ -117,14 +116,8 @@ class MatrixExchange:
 
     def run(self, work: Callable[[int, Tensor], Tensor]) -> None:
         """Replaces each matrix by the result of `work` for its index and a view of it; every rank calls it."""
-        if self.wanted:
-            self._work(work)
-        if self._layout.replicas is not None and self._results.numel():
-            all_gather_flat(self._results, self._slot, self._layout.replicas)
-
-    def _work(self, work: Callable[[int, Tensor], Tensor]) -> None:
-        group, dim = self._layout.shards, self._layout.dim
-        outgoing = self._slot[: sum(self._sent)]
+        dim, outgoing = self._layout.dim, self._slot[: sum(self._sent)]
+        group = self._layout.shards if self.wanted else None
         if group is not None:
             dist.all_to_all_single(self._arrived, outgoing, self._received, self._sent, group=group)
         for i, pieces in zip(self._owned, self._pieces, strict=True):
@@ -133,6 +126,8 @@ class MatrixExchange:
                 piece.copy_(part)
         if group is not None:
             dist.all_to_all_single(outgoing, self._arrived, self._sent, self._received, group=group)
+        if self._layout.replicas is not None and self._results.numel():
+            all_gather_flat(self._results, self._slot, self._layout.replicas)
 
 
 def _place(group: ProcessGroup | None) -> tuple[int, int]:
@@ -143,11 +138,9 @@ def _place(group: ProcessGroup | None) -> tuple[int, int]:
 def _views(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     """Tensors of `shapes`, one after the other in `flat`."""
     sizes = [shape.numel() for shape in shapes]
-    pieces = flat[: sum(sizes)].split(sizes)
-    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+    return [piece.view(shape) for piece, shape in zip(flat[: sum(sizes)].split(sizes), shapes, strict=True)]
 
 
-Coefficients = tuple[float, float, float]
 _Matrix = tuple[nn.Parameter, dict[str, Any]]
 _Plan = tuple[list[_Matrix], list[tuple[MatrixExchange, list[_Matrix]]]]
 _ALONE = Layout(None, 0, None)
@@ -185,7 +178,7 @@ class Muon(torch.optim.Muon):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: Coefficients = (3.4445, -4.7750, 2.0315),
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
@@ -251,7 +244,7 @@ class Muon(torch.optim.Muon):
 
         part = with_local(parameter, self._momentum_update(parameter, group, skip).to(self.iteration_dtype))
         whole = part.full_tensor() if isinstance(part, DTensor) else part
-        update = orthogonalised(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        update = orthogonalised(whole, group)
         if isinstance(part, DTensor):
             mesh = part.device_mesh
             copies = DTensor.from_local(update, mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -265,8 +258,7 @@ class Muon(torch.optim.Muon):
                 exchange.parts[place].copy_(update)
 
         def work(place: int, matrix: Tensor) -> Tensor:
-            group = members[place][1]
-            return orthogonalised(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+            return orthogonalised(matrix, members[place][1])
 
         exchange.run(work)
         for (parameter, group), update in zip(members, exchange.parts, strict=True):
@@ -287,13 +279,13 @@ class Muon(torch.optim.Muon):
         return gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
 
 
-def orthogonalised(matrix: Tensor, coefficients: Coefficients, n_steps: int, eps: float) -> Tensor:
+def orthogonalised(matrix: Tensor, group: dict[str, Any]) -> Tensor:
     """About the nearest semi-orthogonal matrix to `matrix` [rows, columns], with singular values of 0.5 to 1.5."""
-    a, b, c = coefficients
+    a, b, c = group["ns_coefficients"]
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
-    x = x / x.norm().clamp(min=eps)  # its largest singular value is then at most 1
-    for _ in range(n_steps):
+    x = x / x.norm().clamp(min=group["eps"])  # its largest singular value is then at most 1
+    for _ in range(group["ns_steps"]):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if is_tall else x

@@ -23,6 +23,11 @@ from dream_trainer.optim.muon import Muon
 from dream_trainer.parallel.sharded_model import is_sharded
 from dream_trainer.parallel.sharding import Described, describe, named_with_ties, repeated_blocks, whole_of
 
+# PyTorch's optimizers that cannot step DTensors; measured with torch 2.13 in float64 under `fully_shard` on 2 ranks and
+# on a 2 x 2 mesh with tensor parallelism. All others agree there with one process to 4e-14.
+UNSHARDABLE: tuple[type[Optimizer], ...] = (Adafactor, LBFGS, Rprop, SparseAdam)
+UNSHARDABLE_FUSED: tuple[type[Optimizer], ...] = (SGD, Adagrad)  # whose fused kernel has no rule for DTensors
+
 
 def whole_parameters(model: nn.Module, blocks: Sequence[nn.Module] | None) -> list[Described]:
     whole = whole_of(model)
@@ -436,20 +441,16 @@ def _build(
     groups = group(placed, lr=lr, weight_decay=decay)
     if cls is not Muon:
         for one in groups:
-            one |= _implementation(cls, [p for _, p in one["params"]], parameters.fused)
+            members = [p for _, p in one["params"]]
+            obstacle = _obstacle(cls, members)
+            if parameters.fused is True and obstacle is not None:
+                raise ConfigError(f'fused=True: {cls.__name__} has no fused kernel for {obstacle}. Use fused="auto".')
+            is_fused = parameters.fused is not False and obstacle is None
+            # Otherwise foreach, or one by one with both sharded and plain parameters.
+            one |= {"fused": True} if is_fused else {"foreach": not _is_mixture(members)}
     optimizer: Optimizer = cls(groups, lr=lr, weight_decay=decay, **options)
     refuse_unshardable(optimizer)
     return optimizer
-
-
-def _implementation(cls: type[Any], parameters: Sequence[nn.Parameter], fused: bool | str) -> dict[str, bool]:
-    """A group's implementation: fused, or foreach, or one by one (with both sharded and plain parameters)."""
-    obstacle = _obstacle(cls, parameters)
-    if fused is True and obstacle is not None:
-        raise ConfigError(f'fused=True: {cls.__name__} has no fused kernel for {obstacle}. Use fused="auto".')
-    if fused is not False and obstacle is None:
-        return {"fused": True}
-    return {"foreach": not _is_mixture(parameters)}
 
 
 def _obstacle(cls: type[Any], parameters: Sequence[nn.Parameter]) -> str | None:
@@ -469,13 +470,6 @@ def _obstacle(cls: type[Any], parameters: Sequence[nn.Parameter]) -> str | None:
 
 def _is_mixture(parameters: Iterable[nn.Parameter]) -> bool:
     return len({is_sharded(parameter) for parameter in parameters}) > 1
-
-
-# PyTorch's optimizers that cannot step DTensors; measured with torch 2.13 in float64 under `fully_shard` on 2 ranks and
-# on a 2 x 2 mesh with tensor parallelism. All others agree there with one process to 4e-14.
-UNSHARDABLE: tuple[type[Optimizer], ...] = (Adafactor, LBFGS, Rprop, SparseAdam)
-
-UNSHARDABLE_FUSED: tuple[type[Optimizer], ...] = (SGD, Adagrad)  # whose fused kernel has no rule for DTensors
 
 
 def refuse_unshardable(optimizer: Optimizer) -> None:

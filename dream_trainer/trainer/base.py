@@ -329,7 +329,7 @@ class BaseTrainer(AbstractTrainer):
                 for one in moved:
                     one.put_back()
                 if runtime.log is not None:
-                    runtime.log.window_dropped()
+                    runtime.log.training.window_dropped()
                 runtime.parallel.drop_gradients()
                 runtime.accumulation.forget_what_left()
                 for optimizer in self.named_optimizers().values():

@@ -142,7 +142,7 @@ def _leave_training(runtime: Runtime, exc: BaseException) -> None:
     if runtime.accumulation.is_open:
         runtime.progress.batch_idx = runtime.window.first_batch_idx
         if runtime.log is not None:
-            runtime.log.window_dropped()
+            runtime.log.training.window_dropped()
         runtime.accumulation.drop_window()
     if isinstance(exc, Exception) and not runtime.accumulation.is_open and runtime.progress.global_step > 0:
         runtime.saver.save_after_exception(runtime.progress.global_step)

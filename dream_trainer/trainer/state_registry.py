@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Tensor
 
 from dream_trainer.checks import check_choice
 from dream_trainer.config.checkpoint_parameters import BranchParameters
 from dream_trainer.errors import HookError
+from dream_trainer.events.collection import numbered
 from dream_trainer.screen import logger
 from dream_trainer.trainer.counters import Counters
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.runtime import Runtime
 
-C = TypeVar("C")
 Scope = Literal["shared", "rank", "tensors"]
 CALLBACK_PREFIX = "callbacks."  # names: `callbacks.<class>.<number within the class>.<name>`
 REGISTERED_PREFIX = "registered."  # and those of `register_state` `registered.<name>.<name of the tensor>`
@@ -103,7 +102,8 @@ class StateRegistry:
     def tensors(self, saved: Collection[str] | None = None) -> dict[str, Tensor]:
         """Tensors, sharded or equal on all ranks; given a checkpoint's names, only of owners that have some there."""
         owned: dict[str, Mapping[str, Tensor]] = {
-            prefix: callback.checkpoint_tensors() for _, prefix, callback in numbered(self._runtime.config.callbacks)
+            f"{CALLBACK_PREFIX}{name}.": callback.checkpoint_tensors()
+            for name, callback in numbered(self._runtime.config.callbacks)
         }
         owned |= {f"{REGISTERED_PREFIX}{name}.": one.save() for name, one in self._registered["tensors"].items()}
         return {
@@ -124,21 +124,13 @@ def _progress(saved: dict[str, Any], branch: BranchParameters) -> dict[str, Any]
     return counters | {name: position[name] for name in (*of_data, *of_epoch) if name in position}
 
 
-def numbered(callbacks: Iterable[C]) -> Iterator[tuple[str, str, C]]:
-    """Each callback with its class and the prefix of its tensors: adding or removing one shifts no other class's."""
-    counts: Counter[str] = Counter()
-    for callback in callbacks:
-        name = type(callback).__name__
-        yield name, f"{CALLBACK_PREFIX}{name}.{counts[name]}.", callback
-        counts[name] += 1
-
-
 def _load_callbacks(
     runtime: Runtime, saved: Iterable[dict[str, Any]], tensors: Collection[str], begins: BranchParameters | None
 ) -> None:
     """Matches callbacks by class and by their order within it, so that adding or removing one does not shift others."""
     left = list(saved)
-    for class_name, prefix, callback in numbered(runtime.config.callbacks):
+    for place, callback in numbered(runtime.config.callbacks):
+        class_name, prefix = type(callback).__name__, f"{CALLBACK_PREFIX}{place}."
         match = next((entry for entry in left if entry["class"] == class_name), None)
         if match is not None:
             left.remove(match)

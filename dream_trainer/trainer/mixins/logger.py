@@ -17,7 +17,7 @@ from dream_trainer.loggers.buffer import Scalar, Stamp, TrainingRecord
 from dream_trainer.loggers.line_files import ConsoleLogger
 from dream_trainer.loggers.media import Logger
 from dream_trainer.loggers.progress import shows_a_bar
-from dream_trainer.loggers.run_log import Line, LoggerGroup, RunLog, check_loggers
+from dream_trainer.loggers.run_log import LoggerGroup, RunLog, check_loggers
 from dream_trainer.trainer.abstract import AbstractTrainer
 
 
@@ -52,7 +52,7 @@ class LoggerMixin(AbstractTrainer):
         self._runtime.state_registry.register("logger", self.__state, load, goes_with_counters=True)
 
     @property
-    def history(self) -> list[Line]:
+    def history(self) -> list[dict[str, float]]:
         """The lines that were logged, in order: `step`, `epoch`, `samples`, `time`, then the metrics under their names.
 
         A sequence that grows; it keeps the last `logger_parameters.history_lines`, and metrics.jsonl has all. It is the
