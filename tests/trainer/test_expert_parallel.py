@@ -18,20 +18,7 @@ from tests.api import EMA, DistributedDataLoader, ExpertExchange, MoE, split_exp
 from tests.trainer import mixtures
 from tests.trainer.arithmetic import full, same_bits
 from tests.trainer.meshes import mean_loss
-from tests.trainer.mixtures import (
-    BATCH,
-    LENGTH,
-    RATE,
-    STEPS,
-    VOCABULARY,
-    WIDTH,
-    Case,
-    Rows,
-    Trained,
-    config_of,
-    everything,
-    reference,
-)
+from tests.trainer.mixtures import BATCH, LENGTH, VOCABULARY, WIDTH, Case, Rows, Trained, config_of, everything
 from tests.trainer.small import Sent, errors_of, fit_each
 from tests.trainer.stages import count
 from tests.worlds import run_world
@@ -72,8 +59,8 @@ FURTHER_COMPILED_4 = [
 def found_in(trainer: Trained) -> dict[str, Any]:
     return {
         "start": trainer.initial,
-        "losses": [trainer.logged[step]["train/loss"] for step in range(1, STEPS + 1)],
-        "largest": [trainer.logged[n]["experts/model.blocks.1.moe/max_load"] for n in range(1, STEPS + 1)],
+        "losses": [trainer.logged[step]["train/loss"] for step in range(1, mixtures.STEPS + 1)],
+        "largest": [trainer.logged[n]["experts/model.blocks.1.moe/max_load"] for n in range(1, mixtures.STEPS + 1)],
         "norms": trainer.norms,
         "state": mixtures.state_of(trainer.model),
         "val/loss": trainer.evaluate()["val/loss"],
@@ -104,7 +91,7 @@ def test_training_equals_a_loop_written_by_hand(cases: list[Case]) -> None:
     by_rank = run_world(train, n_ranks, cases) if n_ranks > 1 else [train(cases)]
     (alone,) = train([Case()])
     for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
-        expected = reference(case, alone["start"])
+        expected = mixtures.reference(case, alone["start"])
         for result in ranks:
             assert same_bits(result["start"], alone["start"]), case
             for key in ("losses", "norms", "largest"):
@@ -278,10 +265,10 @@ class Staged(Trained):
 
     def configure_models(self) -> None:
         self.model = mixtures.Model(self.config.case)
-        self.critic = MoE(WIDTH, WIDTH, 4, 2, balance_rate=RATE).double()
+        self.critic = MoE(WIDTH, WIDTH, 4, 2, balance_rate=mixtures.RATE).double()
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
-        return DistributedDataLoader(Rows(BATCH * STEPS), BATCH, shuffle=False), None
+        return DistributedDataLoader(Rows(BATCH * mixtures.STEPS), BATCH, shuffle=False), None
 
     def configure_optimizers(self) -> None:
         super().configure_optimizers()
@@ -306,8 +293,11 @@ def train_stages(n_stages: int) -> dict[str, Any]:
 
 def test_stages_of_a_pipeline_balance_the_mixtures_that_they_hold() -> None:
     alone = train_stages(1)
-    expected = reference(Case(), alone["start"])
-    loads = [{name: v for name, v in alone["logged"][step].items() if "_load" in name} for step in range(1, STEPS + 1)]
+    expected = mixtures.reference(Case(), alone["start"])
+    loads = [
+        {name: v for name, v in alone["logged"][step].items() if "_load" in name}
+        for step in range(1, mixtures.STEPS + 1)
+    ]
     assert {len(of_step) for of_step in loads} == {6}  # of two blocks and the critic
     for rank in run_world(train_stages, 2, 2):
         assert rank["norms"] == pytest.approx(expected["norms"], rel=1e-10)
