@@ -41,19 +41,26 @@ CI_ONLY = tuple(
         meta/test_worlds.py::test_every_mesh_gets_the_bits_of_one_process[4 modules/test_compiled_attention_ranks.py
         optim/test_muon.py::test_weights_and_momentum_are_pytorchs_bits_in_one_process[rows simple/test_load_best.py
         stores/test_local_checkpoints.py stores/test_other_stores.py stores/test_runs.py testing/ tools/test_gpu.py
-        trainer/test_arithmetic_parity.py::test_training_equals_a_loop_written_by_hand[1 trainer/test_branched_parts.py
-        trainer/test_branching.py::test_each_word trainer/test_changed_form.py::test_two_ranks
+        trainer/test_arithmetic_parity.py::test_training_equals_a_loop_written_by_hand[1
+        trainer/test_branching.py::test_a_branch_of trainer/test_branching.py::test_a_schedule
+        trainer/test_branching.py::test_a_user trainer/test_branching.py::test_each_word
+        trainer/test_branching.py::test_the_history trainer/test_branching.py::test_with_new
+        trainer/test_changed_form.py::test_on_two trainer/test_changed_form.py::test_two_ranks
         trainer/test_changing_data.py trainer/test_compile.py::test_compiled_blocks
         trainer/test_compile.py::test_modules_of trainer/test_context_draws.py
         trainer/test_context_parallel.py::test_training_on_parts_of_sequences_equals_a_loop_written_by_hand[4
-        trainer/test_double_backward.py trainer/test_drawn.py trainer/test_dropout_meshes.py
-        trainer/test_equal_metrics.py trainer/test_expert_parallel.py::test_a_run
-        trainer/test_expert_parallel.py::test_training_on_shared_experts_equals_a_loop_written_by_hand[4
-        trainer/test_expert_parallel.py::test_training_on_shared_experts_equals_a_loop_written_by_hand[compiled
-        trainer/test_expert_parallel.py::test_whole trainer/test_experts.py
-        trainer/test_feed.py::test_uneven_loaders_train_what_every_rank_has_and_end_together[4 trainer/test_float8.py
-        trainer/test_frozen_weights.py::test_a_run trainer/test_gradient_hooks.py trainer/test_joined_buffers.py
-        trainer/test_kept_state.py::test_on_two trainer/test_limits.py::test_on_two trainer/test_loader_groups.py
+        trainer/test_double_backward.py trainer/test_drawn.py trainer/test_equal_metrics.py
+        trainer/test_expert_parallel.py::test_a_run
+        trainer/test_expert_parallel.py::test_a_window trainer/test_expert_parallel.py::test_stages
+        trainer/test_expert_parallel.py::test_training_equals_a_loop_written_by_hand[4
+        trainer/test_expert_parallel.py::test_training_equals_a_loop_written_by_hand[alone
+        trainer/test_expert_parallel.py::test_training_equals_a_loop_written_by_hand[compiled
+        trainer/test_expert_parallel.py::test_training_equals_a_loop_written_by_hand[with
+        trainer/test_expert_parallel.py::test_whole
+        trainer/test_loop_ranks.py::test_uneven_loaders_train_what_every_rank_has_and_end_together[4
+        trainer/test_float8.py trainer/test_frozen_weights.py::test_a_run trainer/test_gradient_hooks.py
+        trainer/test_joined_buffers.py
+        trainer/test_limits.py::test_on_two trainer/test_loader_groups.py
         trainer/test_local_sgd.py trainer/test_loop_ranks.py::test_a_plain trainer/test_mixins.py
         trainer/test_mixtures.py trainer/test_notebook.py trainer/test_optimizer_resume.py::test_two_ranks
         trainer/test_own_axis.py::test_a_run trainer/test_pipeline_exports.py
@@ -81,7 +88,7 @@ NOT_QUICK = tuple(
         checkpoint/test_written_before compat/test_forked_start compat/test_huggingface data/test_mixture_resume
         data/test_shard_files distributed/test_watchdog faults/ gpu/ meta/test_from_pretrained recipes/
         simple/test_mistakes simple/test_simple.py::test_metrics_are simple/test_simple.py::test_the_best stores/
-        trainer/test_best_mode trainer/test_branch trainer/test_evaluation trainer/test_experts trainer/test_limits
+        trainer/test_best_mode trainer/test_branch trainer/test_evaluation trainer/test_limits
         trainer/test_mixins trainer/test_optimizer_resume trainer/test_rank_differences trainer/test_resume
         trainer/test_training_metrics weights/test_adapter weights/test_first_values
     """.split()

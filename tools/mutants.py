@@ -212,7 +212,7 @@ MUTANTS = [
         "dream_trainer/trainer/step/optimizer_step.py",
         "                self._accumulation.look_at_own_backward()\n",
         "                pass\n",
-        "tests/trainer/test_context_mistakes.py -k values_without",
+        "tests/trainer/test_context_parallel.py -k values_without",
     ),
     Mutant(
         "values other than one process's are let pass",
@@ -282,7 +282,7 @@ MUTANTS = [
         "dream_trainer/parallel/tensor_layers.py",
         "part.p > 0 and part not in known",
         "part.p > 0 and part not in known and False",
-        "tests/trainer/test_dropout_meshes.py",
+        "tests/trainer/test_context_draws.py -k on_no_other",
     ),
     Mutant(
         "gradients behind weights that begin with zeros are not verified",
@@ -324,7 +324,7 @@ MUTANTS = [
         "dream_trainer/trainer/step/optimizer_step.py",
         "        self._accumulation.check_step()\n        for scheduler",
         "        self._accumulation.check_step()\n        self._accumulation.begin_step()\n        for scheduler",
-        "tests/trainer/test_edges.py",
+        "tests/trainer/test_closing.py -k refused",
     ),
     Mutant(
         "compiled code takes what a collective has not given yet",
@@ -738,14 +738,14 @@ MUTANTS = [
         "dream_trainer/events/sanity_checks.py",
         "trains = self._weights_moved(trainer) or",
         "trains = False and",
-        "tests/trainer/test_endless.py",
+        "tests/trainer/test_loop.py -k an_error",
     ),
     Mutant(
         "an order that ends too early is waited for",
         "dream_trainer/data/feed.py",
         "if len(batches) != window.size:",
         "if False:",
-        "tests/trainer/test_endless.py",
+        "tests/trainer/test_loop.py -k an_error",
     ),
     Mutant(
         "a signal to the job ends a worker that was just forked",
@@ -780,7 +780,7 @@ MUTANTS = [
         "dream_trainer/data/feed.py",
         "list(window.batches)[:size]",
         "list(window.batches)[-size:]",
-        "tests/trainer/test_feed.py -k [2]",
+        "tests/trainer/test_loop_ranks.py -k together[2]",
     ),
     Mutant(
         "registered state is not loaded",
@@ -822,14 +822,14 @@ MUTANTS = [
         "dream_trainer/trainer/resumed_rates.py",
         "set_token_origin(scheduler, tokens_seen - passed)",
         "pass",
-        "tests/trainer/test_branched_parts.py -k has_its_word",
+        "tests/trainer/test_branching.py -k has_its_word",
     ),
     Mutant(
         "a branch waits on with another run's patience",
         "dream_trainer/trainer/state_registry.py",
         "if begins is not None:",
         "if False:",
-        "tests/trainer/test_branched_parts.py -k patience",
+        "tests/trainer/test_branching.py -k patience",
     ),
     Mutant(
         "the checkpoint's learning rate silently wins in a branch",
@@ -1046,7 +1046,7 @@ MUTANTS = [
         "dream_trainer/trainer/step/accumulation.py",
         "            if self._divided_samples:\n",
         "            if False:\n",
-        "tests/trainer/test_context_mistakes.py -k weights",
+        "tests/trainer/test_context_parallel.py -k weights",
     ),
     Mutant(
         "the biases of experts weigh, too",
@@ -1060,7 +1060,7 @@ MUTANTS = [
         "dream_trainer/parallel/mixture_of_experts.py",
         "            if self._world.averaging_group() is not None:\n",
         "            if False:\n",
-        "tests/trainer/test_experts.py -k by_hand",
+        "tests/trainer/test_expert_parallel.py -k by_hand",
     ),
     Mutant(
         "shards of experts are averaged over too few ranks",
@@ -1179,7 +1179,7 @@ MUTANTS = [
         "dream_trainer/parallel/mixture_of_experts.py",
         "dist.ReduceOp.MAX, group=stages",
         "dist.ReduceOp.SUM, group=stages",
-        "tests/trainer/test_experts.py -k stages",
+        "tests/trainer/test_expert_parallel.py -k stages",
     ),
     Mutant(
         "stages of a pipeline may weigh the same micro-batches otherwise than each other",
@@ -1228,7 +1228,7 @@ MUTANTS = [
         "dream_trainer/modules/class_change.py",
         "        return  # two models have it\n",
         "        pass\n",
-        "tests/trainer/test_context_mistakes.py -k two_models",
+        "tests/trainer/test_context_parallel.py -k two_models",
     ),
     Mutant(
         "a block that runs uncompiled attends within one rank's positions",
@@ -1529,14 +1529,14 @@ MUTANTS = [
         "dream_trainer/trainer/session.py",
         'hash_seed(b"rank", runtime.config.seed, runtime.world.data_rank)',
         'hash_seed(b"rank", runtime.config.seed, 0)',
-        "tests/trainer/test_dropout_meshes.py",
+        "tests/trainer/test_context_draws.py -k on_no_other",
     ),
     Mutant(
         "ranks that share layers draw other random numbers",
         "dream_trainer/trainer/session.py",
         'hash_seed(b"rank", runtime.config.seed, runtime.world.data_rank)',
         'hash_seed(b"rank", runtime.config.seed, runtime.world.rank)',
-        "tests/trainer/test_dropout_meshes.py",
+        "tests/trainer/test_context_draws.py -k on_no_other",
     ),
     Mutant(
         "a size is taken of all ranks, and not of those that are left",
@@ -1733,14 +1733,14 @@ MUTANTS = [
         "dream_trainer/trainer/runtime.py",
         "goes_by_the_clock and self._is_main and schedule",
         "goes_by_the_clock and schedule",
-        "tests/trainer/test_by_the_clock.py",
+        "tests/trainer/test_loop_ranks.py -k rank_0s_clock",
     ),
     Mutant(
         "minutes between validations are seconds",
         "dream_trainer/cadence.py",
         "else 60 * minutes",
         "else minutes",
-        "tests/trainer/test_by_the_clock.py",
+        "tests/trainer/test_loop_ranks.py -k minutes",
     ),
     Mutant(
         "averages of an earlier version are counted anew",
@@ -1789,21 +1789,21 @@ MUTANTS = [
         "dream_trainer/distributed/world.py",
         "*own, *self.further_groups, *of_meshes):",
         "*own, *self.further_groups):",
-        "tests/trainer/test_by_the_clock.py",
+        "tests/trainer/test_loop_ranks.py -k time_outs",
     ),
     Mutant(
         "groups of a mesh have torch's time-out until the first step",
         "dream_trainer/distributed/world.py",
         "        self._set_time_outs(parameters.start_timeout_seconds)\n",
         "",
-        "tests/trainer/test_by_the_clock.py",
+        "tests/trainer/test_loop_ranks.py -k time_outs",
     ),
     Mutant(
         "the watchdog has no patience with the first window",
         "dream_trainer/trainer/base.py",
         "lambda: patient_limit if runtime.session.is_first_window else limit",
         "lambda: limit",
-        "tests/trainer/test_by_the_clock.py",
+        "tests/trainer/test_loop_ranks.py -k time_outs",
     ),
     Mutant(
         "NaN is a positive number",
@@ -2223,7 +2223,7 @@ MUTANTS = [
         "dream_trainer/trainer/base.py",
         "        with keeping_state(runtime) if progress.epoch_steps > 0 else nullcontext():",
         "        with keeping_state(runtime) if progress.epoch_steps < 0 else nullcontext():",
-        "tests/trainer/test_kept_state.py -k middle_of_an_epoch",
+        "tests/trainer/test_changed_form.py -k middle_of_an_epoch",
     ),
     Mutant(
         "what a graph has saved is not gathered again",
@@ -2300,7 +2300,7 @@ MUTANTS = [
         "dream_trainer/trainer/base.py",
         "    set_random_state(*random, device)\n",
         "",
-        "tests/trainer/test_kept_state.py -k middle_of_an_epoch",
+        "tests/trainer/test_changed_form.py -k middle_of_an_epoch",
     ),
 ]
 

@@ -82,6 +82,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "fake quantisation": quantized,
     "attributes": Remembers,
     "batch norm": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()),
+    "batch norm's mean": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=None)),
     "instance norm": lambda: nn.Sequential(
         nn.Linear(WIDTH, WIDTH),
         nn.Unflatten(0, (-1, 3)),

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dream_trainer as dt
-from dream_trainer.data.loader import DistributedDataLoader
+from tests.api import DistributedDataLoader
+from tests.trainer.small import CaseConfig, case_config, fill, full
 
 VOCABULARY, WIDTH, LENGTH, BATCH = 11, 8, 6, 3
 
@@ -128,15 +129,10 @@ def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
 
 
-@dataclass
-class Config(dt.BaseTrainerConfig, dt.SetupConfigMixin, dt.FSDPConfigMixin, dt.ActivationCheckpointingConfigMixin):
-    case: Case = Case()
-
-
 class Trained(dt.BaseTrainer, dt.SetupMixin, dt.ActivationCheckpointingMixin):
     """Records what the hand-written loop is compared with."""
 
-    config: Config
+    config: CaseConfig
 
     def configure_models(self) -> None:
         self.model = Model(self.config.case)
@@ -180,33 +176,10 @@ class Sharded(Trained, dt.FSDPMixin):
     pass
 
 
-def fill(model: nn.Module) -> None:
-    """The same weights for both sides, from no random number at all."""
-    with torch.no_grad():
-        for number, parameter in enumerate(dict(model.named_parameters()).values()):
-            values = torch.arange(parameter.numel(), dtype=torch.float64) * 0.37 + number
-            parameter.copy_(0.3 * torch.sin(values).reshape(parameter.shape))
-
-
 def run_trainer(case: Case) -> dict[str, Any]:
-    """Trains `case` for two epochs on this rank."""
     hsdp = {"dp_shard": 2, "dp_replicate": case.world_size // 2 or 1} if case.mode == "hsdp" else {}
-    device = dt.DeviceParameters(device="cpu", activation_checkpointing=case.recompute, **hsdp)
-    config = Config(
-        project="tests",
-        group="parity",
-        experiment="case",
-        device_parameters=device,
-        training_parameters=dt.TrainingParameters(
-            n_epochs=2,
-            train_batch_size=BATCH,
-            gradient_accumulation_steps=case.accumulation,
-            gradient_clip_norm=case.clip,
-            sync_policy=case.sync_policy,
-        ),
-        case=case,
-    )
-    trainer = (Sharded if case.mode in ("fsdp", "hsdp") else Trained)(config)
+    training = {"n_epochs": 2, "train_batch_size": BATCH, "sync_policy": case.sync_policy}
+    trainer = (Sharded if case.mode in ("fsdp", "hsdp") else Trained)(case_config(case, "case", hsdp, training))
     trainer.fit()
     weights = whole_weights(trainer.named_models())
     result = {"weights": weights, "norms": trainer.norms, "losses": trainer.losses, "steps": trainer.global_step}
@@ -214,14 +187,7 @@ def run_trainer(case: Case) -> dict[str, Any]:
     return result
 
 
-def full(tensor: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def run_cases(cases: list[Case]) -> list[dict[str, Any]]:
-    """Trains several cases of one world size, one after the other, on this rank."""
     return [run_trainer(case) for case in cases]
 
 

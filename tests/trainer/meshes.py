@@ -67,19 +67,9 @@ class Case:
     def alone(self) -> "Case":
         """The same training in one process."""
         assert not self.uneven  # which one process cannot do
-        return Case(
-            blocks=self.blocks,
-            experts=self.experts,
-            short=self.short,
-            packed=self.packed,
-            precision=self.precision,
-            poisoned=self.poisoned,
-            clip=self.clip,
-            steps=self.steps,
-            changing=self.changing,
-            seldom=self.seldom,
-            accumulation=self.accumulation if self.changing or self.seldom else 1,
-        )
+        kept = ("blocks", "experts", "short", "packed", "precision", "poisoned", "clip", "steps", "changing", "seldom")
+        accumulation = self.accumulation if self.changing or self.seldom else 1
+        return Case(**{name: getattr(self, name) for name in kept}, accumulation=accumulation)
 
 
 class Block(nn.Module):
@@ -260,7 +250,6 @@ def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
 
 
 def train(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """Trains cases of one world size, one after the other, on this rank."""
     return fit_each((Trained(config_of(case)) for case in cases), found_in)
 
 

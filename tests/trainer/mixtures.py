@@ -77,20 +77,14 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Ten
 
 def split_dense_layers(model: Model, mesh: DeviceMesh, *, in_sequence: bool, whole_inside: bool = True) -> None:
     """All but routers and experts, and norms outside of a sequence. Mixtures have whole sequences, if they are to."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInputOutput,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor import Replicate, Shard, parallel
 
     stream = Shard(1) if in_sequence else Replicate()
-    ends = {"embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)}
-    parallelize_module(model, mesh, ends | {"head": ColwiseParallel(input_layouts=stream, output_layouts=Replicate())})
-    shared = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
-    whole = PrepareModuleInputOutput(
+    embedding = parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
+    head = parallel.ColwiseParallel(input_layouts=stream, output_layouts=Replicate())
+    parallel.parallelize_module(model, mesh, {"embedding": embedding, "head": head})
+    shared = {"gate": parallel.ColwiseParallel(), "up": parallel.ColwiseParallel(), "down": parallel.RowwiseParallel()}
+    whole = parallel.PrepareModuleInputOutput(
         input_layouts=(Shard(1),),
         desired_input_layouts=(Replicate(),),
         use_local_input=True,
@@ -98,11 +92,11 @@ def split_dense_layers(model: Model, mesh: DeviceMesh, *, in_sequence: bool, who
         desired_output_layouts=(Shard(1),),
     )
     for block in model.blocks:
-        plan = {"mix": ColwiseParallel(input_layouts=stream, output_layouts=stream)}
+        plan = {"mix": parallel.ColwiseParallel(input_layouts=stream, output_layouts=stream)}
         plan |= {f"moe.shared.{name}": style for name, style in shared.items() if whole_inside}
-        plan |= {"norm": SequenceParallel(use_local_output=not whole_inside)} if in_sequence else {}
+        plan |= {"norm": parallel.SequenceParallel(use_local_output=not whole_inside)} if in_sequence else {}
         plan |= {"moe": whole} if in_sequence and whole_inside else {}
-        parallelize_module(block, mesh, plan)
+        parallel.parallelize_module(block, mesh, plan)
 
 
 class Trained(Noting):

@@ -68,7 +68,6 @@ def make_config(
 
 
 def run(**options: Any) -> Saves:
-    """One run with a config of these options."""
     return fit(Saves(make_config(**options)))
 
 

@@ -19,7 +19,6 @@ import dream_trainer as dt
 from tests import api
 from tests.api import CheckpointParameters, LoggerParameters
 from tests.programs import run_programs
-from tests.trainer.arithmetic import fill, full
 
 ROOT = Path(__file__).parent.parent.parent
 WIDTH = 3
@@ -56,6 +55,20 @@ def network() -> nn.Module:
     """Two blocks of one class and a head, so that sharding has blocks to find; filled without random numbers."""
     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)))
     return nn.Sequential(blocks, nn.Linear(WIDTH, 1)).double()
+
+
+def fill(model: nn.Module) -> None:
+    """The same weights for both sides, from no random number at all."""
+    with torch.no_grad():
+        for number, parameter in enumerate(dict(model.named_parameters()).values()):
+            values = torch.arange(parameter.numel(), dtype=torch.float64) * 0.37 + number
+            parameter.copy_(0.3 * torch.sin(values).reshape(parameter.shape))
+
+
+def full(tensor: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def filled_network() -> nn.Module:
@@ -179,7 +192,6 @@ def case_config(case: Any, experiment: str, devices: dict[str, Any], training: d
 
 
 def fit(trainer: Any) -> Any:
-    """Trains and closes."""
     with trainer:
         trainer.fit()
     return trainer
@@ -366,10 +378,8 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 def by_hand(
     windows: Sequence[Sequence[tuple[Any, ...]]], *, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd
 ) -> nn.Module:
-    """The loop as one writes it: each window's loss is the mean over its micro-batches."""
     model = filled_network()
-    losses = (sum(mse_loss(model(x), y) / len(window) for x, y, *_ in window) for window in windows)
-    train_on(make_optimizer(model), losses)
+    train_by_hand(model, make_optimizer(model), windows)
     return model
 
 
@@ -395,3 +405,11 @@ def run_ranks(code: str, world_size: int, cwd: Path, timeout: float = 60.0) -> l
     """
     ended = run_programs(code, world_size, cwd, dict(os.environ), timeout)
     return [(rank.status, rank.error) for rank in ended]
+
+
+def errors_of(function: Callable[..., Any], *args: Any) -> list[str]:
+    """What each of two ranks ends with that calls a test's function, in the working directory."""
+    code = f"from {function.__module__} import {function.__name__} as go; go(*{args!r})"
+    ranks = run_ranks(code, 2, Path.cwd())
+    assert [status for status, _ in ranks] == [1, 1], ranks
+    return [error for _, error in ranks]

@@ -159,7 +159,6 @@ def state_of(trainer: Any) -> dict[str, Tensor]:
 
 
 def result_of(trainer: Any) -> dict[str, Any]:
-    """What this rank has trained."""
     logged = [metrics for _, metrics in sorted(trainer.logged.items())]
     return {
         "losses": [metrics["train/loss"] for metrics in logged if "train/loss" in metrics],
@@ -172,7 +171,6 @@ def result_of(trainer: Any) -> dict[str, Any]:
 
 
 def train(kind: type[Trained], cases: Sequence[Case], *args: Any, **training: Any) -> list[dict[str, Any]]:
-    """Trains cases of one world size, one after the other, on this rank."""
     return fit_each((kind(config_of(case, *args, **training)) for case in cases), result_of)
 
 

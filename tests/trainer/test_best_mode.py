@@ -1,7 +1,6 @@
 """Whether the lowest or the highest value of a metric is best, where the config leaves that to the metric."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torchmetrics
 import dream_trainer as dt
 from tests.api import ConfigError, EarlyStopping, read_record
 from tests.trainer.saves import Saves, fit, make_config, steps_of
-from tests.trainer.small import Batch, run_ranks
+from tests.trainer.small import Batch, errors_of
 
 VALUES = (0.25, 0.75, 0.5, 0.5)
 EACH_STEP: dict[str, Any] = {"save_every_n_steps": 1, "keep_last": 1, "keep_best": 1, "resume": None}
@@ -131,14 +130,13 @@ def test_a_best_metric_that_never_comes_is_an_error_as_soon_as_that_is_known(
     assert trainer.global_step == step
 
 
-MISNAMED = config("val/f1")
+def fit_misnamed() -> None:
+    fit(Scored(config("val/f1")))
 
 
-def test_every_rank_raises_it(tmp_path: Path) -> None:
-    code = "from tests.trainer.test_best_mode import MISNAMED, Scored, fit\nfit(Scored(MISNAMED))\n"
-    for status, text in run_ranks(code, 2, tmp_path):
-        assert status == 1
-        assert "best_metric='val/f1' is not among the validation's metrics" in text
+def test_every_rank_raises_it() -> None:
+    for error in errors_of(fit_misnamed):
+        assert "best_metric='val/f1' is not among the validation's metrics" in error
 
 
 def test_the_mode_of_checkpoints_holds_for_best_metrics_and_two_modes_are_refused() -> None:

@@ -132,8 +132,6 @@ def test_a_save_right_after_a_resume_keeps_where_a_stateful_loader_was() -> None
 
 
 class Draws(small.Spread, dt.CheckpointMixin):
-    """Notes what its first step draws."""
-
     def __init__(self, config: saves.Config) -> None:
         super().__init__(config, DistributedDataLoader(Samples(24), 2))
         self.drawn: list[list[float]] = []

@@ -1,6 +1,5 @@
 """Data that change between epochs, or between two processes of a run: followed exactly, or refused by name."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,11 +94,9 @@ class Unaware(Growing):
 @pytest.mark.parametrize(("kind", "data"), [(Records, Growing), (Grows, Unaware), (Replaces, Unaware)])
 @pytest.mark.parametrize("stop_after", [2, 4, 9])
 def test_changed_data_are_followed_and_resumed_exactly(
-    kind: type[Records], data: type[Growing], stop_after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: type[Records], data: type[Growing], stop_after: int
 ) -> None:
-    (tmp_path / "whole").mkdir()
-    monkeypatch.chdir(tmp_path / "whole")
-    whole = train(kind, plain(data()))
+    whole = train(kind, plain(data()), experiment="whole")
     assert len(whole.seen) == sum(STEPS)
     ends = [sum(STEPS[:epoch]) for epoch in range(4)]
     first = 20 if kind is Replaces else 0
@@ -107,8 +104,6 @@ def test_changed_data_are_followed_and_resumed_exactly(
         numbers = sorted(n for batch in whole.seen[ends[epoch] : ends[epoch + 1]] for n in batch)
         start = first if epoch else 0
         assert numbers == list(range(start, start + 8 + 2 * epoch))
-    (tmp_path / "parts").mkdir()
-    monkeypatch.chdir(tmp_path / "parts")
     before = train(kind, plain(data()), stop_after)
     after = train(kind, plain(data()))
     assert before.seen + after.seen == whole.seen

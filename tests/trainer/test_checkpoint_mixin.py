@@ -1,13 +1,16 @@
-"""CheckpointMixin: when it saves, what it resumes, what it refuses, and what it says."""
+"""CheckpointMixin: when and where it saves, what it resumes, what it refuses, and what it says."""
 
-import logging
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import dream_trainer as dt
-from tests.api import CheckpointError, ConfigError, parse, read_shared
+from dream_trainer.checkpoint import run_directory
+from tests.api import CheckpointError, ConfigError, main, parse, read_shared
 from tests.trainer.saves import STEPS, Saves, fit, make_config, run, steps_of
 from tests.trainer.small import Batch, assert_same_weights, weights
 from tests.worlds import run_world
@@ -97,8 +100,7 @@ def test_callbacks_of_one_class_get_their_own_state_and_lost_ones_are_named(capl
     loses, new_comer = (type(name, (Counts,), {})() for name in ("Loses", "NewComer"))
     run(callbacks=[Counts(), loses, Counts(100)])
     one, two = Counts(), Counts()
-    with caplog.at_level(logging.WARNING, "dream_trainer"):
-        run(training={"n_epochs": 2}, callbacks=[one, two, new_comer])
+    run(training={"n_epochs": 2}, callbacks=[one, two, new_comer])
     assert (one._seen, two._seen) == (12, 112)
     assert "no state of callback NewComer" in caplog.text
     assert "no longer there: Loses" in caplog.text
@@ -164,16 +166,14 @@ def test_another_seed_or_global_batch_is_refused(changed: dict[str, Any], told: 
 @pytest.mark.pitfall(56)
 def test_an_edited_learning_rate_is_reported_and_other_fields_are_not(caplog: pytest.LogCaptureFixture) -> None:
     run()
-    with caplog.at_level(logging.WARNING, "dream_trainer"):
-        run(training={"n_epochs": 2}, learning_rate=0.05)
-    (message,) = [r.getMessage() for r in caplog.records if "config differs" in r.getMessage()]
+    run(training={"n_epochs": 2}, learning_rate=0.05)
+    (message,) = [line for line in caplog.messages if "config differs" in line]
     assert "learning_rate: 0.1 -> 0.05" in message
     assert "training_parameters.n_epochs: 1 -> 2" in message
     assert message.count("->") == 2
     assert "The new values apply, unless another line says" in message
     caplog.clear()
-    with caplog.at_level(logging.WARNING, "dream_trainer"):
-        run(training={"n_epochs": 2}, learning_rate=0.05)
+    run(training={"n_epochs": 2}, learning_rate=0.05)
     assert "config differs" not in caplog.text
 
 
@@ -194,9 +194,17 @@ class BestInTheMiddle(Saves):
         vars(self).setdefault("validated", {})[metrics["val/distance"]] = weights(self.model)
 
 
-def best_and_last() -> tuple[bool, bool, bool]:
+class Wrapped(BestInTheMiddle):
+    """Its model is what `torch.compile` returns."""
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.model = torch.compile(self.model, backend="eager")
+
+
+def best_and_last(kind: type[BestInTheMiddle]) -> tuple[bool, bool, bool]:
     """Whether the best weights are those of the best validation, whether they are the last, and whether fit goes on."""
-    with BestInTheMiddle(make_config(keep_best=1, **BEST)) as trainer:
+    with kind(make_config(keep_best=1, **BEST)) as trainer:
         with pytest.raises(CheckpointError, match=r"no checkpoint has a value of val/distance but NaN\. Train first"):
             trainer.load_best()
         trainer.fit()
@@ -234,22 +242,78 @@ def test_a_best_that_was_not_kept_is_said_with_both_values(caplog: pytest.LogCap
     assert "keep_best=1" in caplog.text
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_weights_of_the_best_validation_are_loaded_and_trained_on(ranks: int) -> None:
-    assert run_world(best_and_last, ranks) == [(True, False, False)] * ranks
+@pytest.mark.parametrize(("kind", "ranks"), [(BestInTheMiddle, 1), (BestInTheMiddle, 2), (Wrapped, 1)])
+def test_the_weights_of_the_best_validation_are_loaded_and_trained_on(kind: Any, ranks: int) -> None:
+    assert run_world(best_and_last, ranks, kind) == [(True, False, False)] * ranks
 
 
-class Wrapped(BestInTheMiddle):
-    """Its model is what `torch.compile` returns."""
-
-    def configure_models(self) -> None:
-        super().configure_models()
-        self.model = torch.compile(self.model, backend="eager")
+PLACE = Path("tests/checkpoint/run")
 
 
-def test_the_best_of_a_model_that_was_compiled_as_a_whole_is_loaded() -> None:
-    with Wrapped(make_config(keep_best=1, **BEST)) as trainer:
-        trainer.fit()
-        trainer.load_best()
-        found, best = weights(trainer.model), vars(trainer)["validated"][0.0]
-    assert all(torch.equal(found[name], best[name]) for name in best)
+def steps_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.glob("step_*"))
+
+
+def test_checkpoints_lie_on_the_other_disk_and_the_run_goes_on_from_them_and_keeps_the_rules_there() -> None:
+    straight = run(experiment="straight", training={"n_epochs": 2})
+    run(directory="disk")
+    assert steps_in("disk" / PLACE) == ["step_00000006"]
+    assert Path("runs", PLACE, "checkpoints").readlink() == Path("disk", PLACE).absolute()
+    again = run(directory="disk", training={"n_epochs": 2}, keep_last=1)
+    assert (again.loaded, steps_in("disk" / PLACE)) == (["step_00000006"], ["step_00000012"])
+    for name, value in straight.model.state_dict().items():
+        assert value.equal(again.model.state_dict()[name])
+
+
+def test_a_restart_that_does_not_name_the_disk_follows_the_link() -> None:
+    run(directory="disk")
+    assert run(training={"n_epochs": 2}).loaded == ["step_00000006"]
+    assert steps_in("disk" / PLACE) == ["step_00000006", "step_00000012"]
+    shutil.rmtree("runs")  # the disk outlives the run's own directory
+    assert run(directory="disk", training={"n_epochs": 2}).global_step == 2 * STEPS
+
+
+@pytest.mark.parametrize("way", [Path("runs") / PLACE, "disk" / PLACE])
+def test_every_command_follows(way: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def command(*arguments: str) -> Any:
+        assert main(["checkpoints", *arguments, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    run(directory="disk", save_every_n_steps=2)
+    assert [entry["step"] for entry in command("ls", str(way))["checkpoints"]] == [2, 4, 6]
+    assert command("verify", str(way))["whole"] is True
+    assert command("show", str(way))["step"] == 6
+    with Saves(make_config()) as trainer:
+        trainer.evaluate()  # a live job
+        assert main(["checkpoints", "prune", str(way), "--keep-last", "1"]) == 1
+        assert "a live job writes to" in capsys.readouterr().err
+    assert main(["checkpoints", "prune", str(way), "--keep-last", "1"]) == 0
+    assert "removed 2 (" in capsys.readouterr().out
+    assert steps_in("disk" / PLACE) == ["step_00000006"]
+
+
+def test_two_runs_directories_cannot_write_to_one_place_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dream_trainer.checkpoint.run_directory.PATIENCE_SECONDS", 0.3)
+    with Saves(make_config(directory="disk")) as first:
+        first.fit()
+        monkeypatch.setenv("DREAM_TRAINER_RUNS", "others")
+        held = dict(run_directory._held)
+        run_directory._held.clear()  # another process holds nothing of this one's
+        with pytest.raises(CheckpointError, match="another live job writes to disk/tests/checkpoint/run"):
+            fit(Saves(make_config(directory="disk")))
+        run_directory._held.update(held)
+
+
+def test_checkpoints_in_two_places_are_an_error() -> None:
+    run()
+    with pytest.raises(CheckpointError, match=r"has 1 checkpoints in .*runs/tests/checkpoint/run/checkpoints.*Move"):
+        run(directory="disk")
+
+
+def test_a_disk_that_is_not_mounted_is_not_taken_for_an_empty_one() -> None:
+    run(directory="disk")
+    Path("disk").rename("unmounted")
+    for options in ({}, {"directory": "disk"}):
+        with pytest.raises(CheckpointError, match="which is not there: is that disk mounted"):
+            run(**options)
+    assert not Path("disk").exists()

@@ -1,6 +1,8 @@
-"""Compilation changes speed alone: the same losses and names, equal blocks compiled once, nothing compiled again."""
+"""Compiling and recomputing blocks change neither losses nor names: blocks compile once, and less memory is kept."""
 
+import copy
 import os
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +14,11 @@ from torch import Tensor
 
 import dream_trainer as dt
 from dream_trainer.parallel import axis
-from tests.api import ConfigError, DistributedDataLoader, fsdp_modules
+from tests.api import ConfigError, DistributedDataLoader, Recomputed, fsdp_modules, repeated_blocks
+from tests.operations import Operations
 from tests.overlap import overlap_on_the_cpu
 from tests.trainer import arithmetic, test_tensor_parallel as split
-from tests.trainer.arithmetic import full
+from tests.trainer.arithmetic import full, same_bits
 from tests.trainer.small import Built, Validates, fused_adamw, run_config
 from tests.worlds import run_world
 
@@ -55,6 +58,7 @@ class Trained(Validates, Built, dt.DreamTrainer):
     def __init__(self, config: Any) -> None:
         super().__init__(config, make_optimizer=fused_adamw)
         self.compilations: list[int] = []
+        self.gradients: list[Tensor] = []
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
         x = torch.randn(4 * N_STEPS + 2, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -66,6 +70,9 @@ class Trained(Validates, Built, dt.DreamTrainer):
         result = super().training_step(batch, batch_idx)
         self.compilations.append(len(compilations))
         return result
+
+    def pre_optimizer_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.gradients += [full(p.grad).clone() for p in model.parameters()]
 
 
 class Whole(Trained):
@@ -83,14 +90,24 @@ class Encoder(Trained):
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), blocks, nn.Linear(WIDTH, 1))
 
 
-def config_of(experiment: str, *, backend: str | None, recompute: str = "none", n_ranks: int = 1) -> Any:
+def config_of(
+    experiment: str,
+    *,
+    backend: str | None = None,
+    recompute: str = "none",
+    every_n_blocks: int = 1,
+    accumulation: int = 1,
+    n_ranks: int = 1,
+) -> Any:
+    training = {"max_steps": N_STEPS, "gradient_accumulation_steps": accumulation, "train_batch_size": 4 // n_ranks}
     return run_config(
         experiment,
         fsdp_parameters=dt.FSDPParameters(min_group_mib=0),
         device_parameters=dt.DeviceParameters(
             device="cpu", compile=backend is not None, activation_checkpointing=recompute
         ),
-        training_parameters=dt.TrainingParameters(max_steps=N_STEPS, train_batch_size=4 // n_ranks),
+        training_parameters=dt.TrainingParameters(**training),
+        activation_checkpointing_parameters=dt.ActivationCheckpointingParameters(every_n_blocks=every_n_blocks),
         compile_parameters=dt.CompileParameters(backend=backend or "inductor", fullgraph=backend is not None),
     )
 
@@ -113,10 +130,13 @@ def run(cls: type[Trained], config: Any) -> dict[str, Any]:
         trainer.fit()
         return {
             "losses": trainer.losses,
+            "gradients": trainer.gradients,
             "compilations": trainer.compilations,
             "validation": trainer.evaluate()["val/loss"],
             "weights": {name: full(tensor).clone() for name, tensor in trainer.model.state_dict().items()},
             "groups": len(fsdp_modules(trainer.model)),
+            "blocks": repeated_blocks(trainer.model) == list(trainer.model.layers) if cls is Dropping else None,
+            "cost": cost(trainer.model) if cls is Dropping and trainer.world.world_size == 1 else None,
         }
 
 
@@ -176,33 +196,22 @@ def observe_own() -> list[list[dict[str, Any]]]:
     ]
 
 
-@pytest.mark.slow
-def test_inductor_learns_what_the_eager_model_does() -> None:
-    for found in run_world(observe_inductor, 2):
-        assert found["compiled"]["losses"] == pytest.approx(found["eager"]["losses"], rel=1e-4)
-
-
-def observe_inductor() -> dict[str, Any]:
-    ways = {"eager": None, "compiled": "inductor"}
-    return {way: run(Trained, config_of(way, backend=backend, n_ranks=2)) for way, backend in ways.items()}
-
-
-@pytest.mark.pitfall(26)
-def test_nothing_is_compiled_unless_asked_for() -> None:
-    assert not dt.DeviceParameters().compile
-
-
-def test_split_layers_are_not_compiled_where_pytorch_cannot() -> None:
-    split = dt.DeviceParameters(device="cpu", tensor_parallel=2, compile=True)
-
-    class Split(Trained):
-        def apply_tensor_parallel(self, mesh: Any) -> None:
-            raise AssertionError("not reached")
-
-    config = replace(config_of("never", backend="aot_eager"), device_parameters=split)
-    variable = replace(config, compile_parameters=dt.CompileParameters(dynamic=True))
-    with pytest.raises(ConfigError, match="dynamic=True with tensor_parallel=2.*Use dynamic=False"):
-        Split(variable).apply_compile()
+@pytest.mark.parametrize(
+    ("devices", "compiled", "told"),
+    [
+        (
+            {"compile": True, "tensor_parallel": 2},
+            {"dynamic": True},
+            "dynamic=True with tensor_parallel=2.*Use dynamic",
+        ),
+        ({"compile": True, "expert_parallel": 2}, {"fullgraph": True}, "fullgraph=True with expert_parallel=2 is not"),
+        ({}, {"async_tensor_parallel": True}, r"of compiled blocks. Set device_parameters.compile=True"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(devices: dict[str, Any], compiled: dict[str, Any], told: str) -> None:
+    devices, compiled = dt.DeviceParameters(device="cpu", **devices), dt.CompileParameters(**compiled)
+    with pytest.raises(ConfigError, match=told):
+        split.Trained(run_config(device_parameters=devices, compile_parameters=compiled))
 
 
 CELL = split.Cell(2, "sequence", arithmetic.Case(accumulation=2, weighted=True, clip=0.05, optimizer="adamw"))
@@ -215,16 +224,6 @@ def overlapping() -> Any:
         device_parameters=replace(config.device_parameters, compile=True),
         compile_parameters=dt.CompileParameters(async_tensor_parallel=True),
     )
-
-
-def test_an_overlap_without_compiled_blocks_is_refused() -> None:
-    config = replace(
-        split.config_of(split.Cell(1, "layers", arithmetic.Case())),
-        compile_parameters=dt.CompileParameters(async_tensor_parallel=True),
-    )
-    refusal = pytest.raises(ConfigError, match=r"of compiled blocks. Set device_parameters.compile=True")
-    with refusal, split.Trained(config) as trainer:
-        trainer.fit()
 
 
 def trained() -> dict[str, Any]:
@@ -244,3 +243,112 @@ def test_products_in_pieces_train_as_whole_ones_do() -> None:
         assert result["norms"] == pytest.approx([float(norm) for norm in expected["norms"]], rel=1e-9)
         own = {f"model.{name}": weight for name, weight in result["weights"].items()}
         torch.testing.assert_close(own, expected["weights"], rtol=1e-9, atol=1e-9)
+
+
+class Dropping(Trained):
+    make_model = staticmethod(lambda: Net(dropout=0.3))
+
+
+def cost(model: Net) -> dict[str, int]:
+    """What one forward and backward of a model in one process keeps and computes."""
+    kept: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.nbytes)
+        return tensor
+
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    with Operations() as operations:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = model(x).sum()
+        loss.backward()
+    counts = Counter(operations.names)
+    return {
+        "bytes": sum(kept),
+        "matrix products": counts["addmm"] + counts["mm"],
+        "activations": counts["gelu"],
+    }
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": {"recompute": "full"},
+    "selective": {"recompute": "selective"},
+    "every second": {"recompute": "full", "every_n_blocks": 2},
+}
+
+
+def recomputing() -> dict[str, dict[str, Any]]:
+    """Trains in each way on this rank."""
+    ranks = int(os.environ["WORLD_SIZE"])
+    return {
+        way: run(Dropping, config_of(f"{way} of {ranks}", accumulation=2, n_ranks=2, **options))
+        for way, options in WAYS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def worlds() -> dict[int, list[dict[str, Any]]]:
+    """What each rank of a world of one, and of a sharded one of two, saw."""
+    return {size: run_world(recomputing, size) for size in (1, 2)}
+
+
+@pytest.mark.pitfall(24)
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_recomputing_changes_no_bit_name_or_shard_also_with_dropout(worlds: Any, size: int, way: str) -> None:
+    for found in worlds[size]:
+        assert len(found[way]["losses"]) == 2 * N_STEPS
+        assert found[way]["losses"] == found["none"]["losses"]
+        assert len(found[way]["gradients"]) == len(found["none"]["gradients"]) > 0
+        assert all(map(torch.equal, found[way]["gradients"], found["none"]["gradients"]))
+        assert same_bits(found[way]["weights"], found["none"]["weights"])
+        assert list(found[way]["weights"]) == list(Net().state_dict())
+        assert found[way]["groups"] == (N_BLOCKS + 1 if size > 1 else 0)
+        assert found[way]["blocks"]
+
+
+def test_less_is_kept_and_no_more_than_asked_for_is_computed_again(worlds: Any) -> None:
+    none, whole, selective, second = (worlds[1][0][way]["cost"] for way in WAYS)
+    matrices = 2 * N_BLOCKS + 2
+    backward = 2 * matrices  # towards weights and towards inputs
+    assert none["matrix products"] == matrices + backward
+    assert none["activations"] == N_BLOCKS
+    # In backward a block stops as soon as all that it needs is there: its last product is not computed again.
+    assert whole["matrix products"] == none["matrix products"] + N_BLOCKS
+    assert whole["activations"] == 2 * N_BLOCKS
+    assert second["activations"] == N_BLOCKS + N_BLOCKS // 2
+    assert selective["matrix products"] == none["matrix products"]
+    assert selective["activations"] == 2 * N_BLOCKS
+    assert whole["bytes"] < 0.25 * none["bytes"]
+    assert whole["bytes"] < second["bytes"] < 0.7 * none["bytes"]
+
+
+@pytest.mark.pitfall(24)
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_a_copied_model_computes_with_its_own_weights(mode: str) -> None:
+    with Dropping(config_of(mode, recompute=mode)) as trainer:
+        trainer.fit()
+        twin = copy.deepcopy(trainer.model)
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.zero_()
+        x = torch.ones(2, WIDTH)
+        assert twin(x).abs().max() == 0
+        twin(x).sum().backward()
+        assert all(parameter.grad is not None for parameter in twin.parameters())
+        assert trainer.model(x).abs().max() > 0
+        assert all(parameter.grad is None for parameter in trainer.model.parameters())
+
+
+def test_a_model_without_blocks_keeps_activations_and_alone_is_an_error() -> None:
+    trainer = Trained(config_of("full", recompute="full"))
+    trainer.model, trainer.critic = Net(), nn.Linear(WIDTH, 1)
+    trainer.frozen_features = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    trainer.apply_activation_checkpointing()
+    assert isinstance(trainer.model.layers[0], Recomputed)
+    assert type(trainer.critic) is type(trainer.frozen_features) is nn.Linear
+    alone = Trained(config_of("full", recompute="full"))
+    alone.model = nn.Linear(WIDTH, 1)
+    with pytest.raises(ConfigError, match="model 'model' has no repeated blocks to checkpoint. Override model_blocks"):
+        alone.apply_activation_checkpointing()

@@ -1,4 +1,4 @@
-"""Ranks that share a sequence draw alike what is of the whole of it; a loop by hand with it trains the same."""
+"""What ranks draw and drop is alike only where it is of the whole of a sequence, or of samples, that they share."""
 
 import random
 from collections.abc import Iterator
@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
-from tests.api import DistributedDataLoader, in_backward
+from tests.api import DistributedDataLoader, declare_random_layer, in_backward
+from tests.trainer import mixtures
 from tests.trainer.arithmetic import fill
 from tests.trainer.sequences import LENGTH, Block, Case, Model, Rows, Trained, config_of
-from tests.trainer.small import fit_each, train_by_hand
+from tests.trainer.small import fit_each, told, train_by_hand
 from tests.worlds import run_world
 
 STEPS = 4
@@ -55,7 +57,7 @@ class Diffused(Model):
 
     def __init__(self, case: Case, draws: Draws) -> None:
         super().__init__(case)
-        self.blocks = torch.nn.ModuleList(SkippedBlock(case) for _ in range(2))
+        self.blocks = nn.ModuleList(SkippedBlock(case) for _ in range(2))
         self.double()
         for block in self.blocks:
             block.draws = draws
@@ -152,3 +154,62 @@ def test_a_loop_by_hand_that_draws_the_same_trains_the_same() -> None:
         assert second["norms"] == pytest.approx(norms, rel=1e-10)
         for metrics in first["metrics"]:  # the same numbers at each validation
             assert metrics["val/loss"] == pytest.approx(loss, rel=1e-10)
+
+
+DROPPING: dict[str, Any] = {
+    "tensor parallel": Case(tp=2, dropout=0.5),
+    "data parallel": Case(dp=2, dropout=0.5),
+    "context parallel": Case(2, dropout=0.5),
+    "context parallel, declared": Case(2, dropout=0.5),
+    "expert parallel": mixtures.Case(2, ep=2),
+}
+
+
+class Dropping(Trained):
+    """Notes what its first block drops in the first step."""
+
+    def pre_fit(self) -> None:
+        self.dropped: list[Tensor] = []
+        first = next(module for module in self.model.modules() if isinstance(module, nn.Dropout))
+        first.register_forward_hook(self.note)
+
+    def note(self, layer: nn.Module, args: Any, output: Tensor) -> None:
+        if layer.training:  # and not in the verification of the first step
+            self.dropped.append((output == 0).flatten()[:64])
+
+
+class Declaring(Dropping):
+    def configure_models(self) -> None:
+        super().configure_models()
+        assert self.world.mesh is not None
+        for block in self.model.blocks:
+            declare_random_layer(block.dropout, self.world.mesh["cp"], Shard(1))
+
+
+class FirstDraw(mixtures.Trained):
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        self.dropped = [torch.rand(64) < 0.5]
+        return super().training_step(batch, batch_idx)
+
+
+def train_dropping() -> tuple[dict[str, Tensor], list[str]]:
+    kinds: dict[str, Any] = {"expert parallel": FirstDraw, "context parallel, declared": Declaring}
+    found = {}
+    with told() as lines:
+        for name, case in DROPPING.items():
+            kind = kinds.get(name, Dropping)
+            of = mixtures.config_of(case, training={"max_steps": 1}) if kind is FirstDraw else None
+            config = of or config_of(case, max_steps=1, val_every_n_epochs=None)
+            with kind(config) as trainer:
+                trainer.fit()
+                found[name] = trainer.dropped[0]
+    return found, [line for line in lines if "declare_random_layer" in line]
+
+
+def test_what_ranks_drop_is_equal_on_the_axes_of_split_layers_and_sequences_and_on_no_other() -> None:
+    (here, said), (there, _) = run_world(train_dropping, 2)
+    (message,) = said  # of tensor parallelism alone
+    assert "dropout: apply_tensor_parallel does not say whether the tensor_parallel=2 ranks have" in message
+    equal = {name: torch.equal(here[name], there[name]) for name in DROPPING}
+    assert all(8 < int(dropped.sum()) < 56 for dropped in (*here.values(), *there.values()))
+    assert equal == {name: name in ("tensor parallel", "context parallel") for name in DROPPING}

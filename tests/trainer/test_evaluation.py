@@ -1,6 +1,5 @@
 """EvalMixin: named loaders, torchmetrics, best values, `evaluate()` and `predict()`."""
 
-import logging
 import os
 from typing import Any
 
@@ -83,9 +82,8 @@ def test_the_best_value_is_kept_and_zero_is_one_and_nan_is_none(mode: Any, value
 def test_a_missing_or_nan_metric_has_no_best_value_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     config = make_config(n_epochs=2)
     config.eval_parameters = EvalParameters(best_metrics={"val/accuracy": "max", "val/loss": "min"})
-    with caplog.at_level(logging.WARNING, "dream_trainer"):
-        assert fit(Scripted(config, [float("nan")] * 2)).best == {}
-    (said,) = [record.getMessage() for record in caplog.records if "best_metrics" in record.getMessage()]
+    assert fit(Scripted(config, [float("nan")] * 2)).best == {}
+    (said,) = [line for line in caplog.messages if "best_metrics" in line]
     assert said == "best_metrics names ['val/accuracy'], which the validation did not give. It gave ['val/loss']."
 
 
@@ -118,11 +116,10 @@ def test_evaluate_without_a_step_or_data_is_an_error(cls: Any, data: Any, call: 
 
 
 def test_a_loader_without_a_batch_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "dream_trainer"):
-        fit(Checked(make_config(n_epochs=2), batches(1), {"far": []}))
-        with Predicts(make_config(), batches(1)) as trainer:
-            assert trainer.evaluate([]) == {}
-            assert trainer.predict([]) == []
+    fit(Checked(make_config(n_epochs=2), batches(1), {"far": []}))
+    with Predicts(make_config(), batches(1)) as trainer:
+        assert trainer.evaluate([]) == {}
+        assert trainer.predict([]) == []
     assert caplog.text.count("the validation loader 'far' gave no batch on any rank") == 1
     assert caplog.text.count("the validation loader gave no batch on any rank") == 1
     assert caplog.text.count("the loader to predict gave no batch on any rank") == 1

@@ -13,8 +13,6 @@ from tests.trainer.small import Alone, Spread, Validates, batches, fit, make_con
 
 
 class Hears(dt.Callback):
-    """Writes each event into a common book."""
-
     def __init__(self, book: list[tuple[str, str]], name: str, order: int = 0) -> None:
         self.book, self.name, self.order = book, name, order
 

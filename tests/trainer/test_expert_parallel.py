@@ -1,4 +1,4 @@
-"""Ranks that share experts train as one process does: weights, norms, biases, checkpoints; what cannot be is named."""
+"""Mixtures of experts, also of ranks that share experts, train as a loop by hand; what cannot be is named."""
 
 import os
 from collections.abc import Sequence
@@ -14,14 +14,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dream_trainer as dt
 from tests import api
-from tests.api import DistributedDataLoader, ExpertExchange, split_experts
+from tests.api import EMA, DistributedDataLoader, ExpertExchange, MoE, split_experts
 from tests.trainer import mixtures
-from tests.trainer.arithmetic import same_bits
+from tests.trainer.arithmetic import full, same_bits
+from tests.trainer.meshes import mean_loss
 from tests.trainer.mixtures import BATCH, LENGTH, VOCABULARY, WIDTH, Case, Rows, Trained, config_of, everything
-from tests.trainer.small import Sent, fit_each, run_ranks
-from tests.trainer.test_experts import assert_as_by_hand, stop_and_go_on
+from tests.trainer.small import Sent, errors_of, fit_each
+from tests.trainer.stages import count
 from tests.worlds import run_world
 
+ALONE = [Case(), Case(accumulation=2, fused=True), Case(recompute="full", clip=None), Case(recompute="selective")]
+WHOLE = [Case(2), Case(2, shard="auto", accumulation=2, recompute="full"), Case(2, accumulation=2, fused=True)]
 WORLD_2 = [
     Case(2, ep=2),
     Case(2, ep=2, accumulation=2, recompute="full", fused=True),
@@ -35,14 +38,13 @@ WORLD_4 = [
     Case(4, ep=2, tp=2, shard=2, replicate=1, sequence=True, fused=True),
 ]
 FURTHER_4 = [
-    Case(4, ep=2),
     Case(4, ep=2, shard="auto", accumulation=2, fused=True),
     Case(4, ep=2, shard=2, replicate=2, recompute="full"),
     Case(4, ep=4, shard="auto"),
     Case(4, ep=2, tp=2, accumulation=2, recompute="full"),
     Case(4, ep=2, tp=2, shard=1, replicate=2, sequence=True, fused=True),
 ]
-
+COMPILED_ALONE = [Case(backend="aot_eager"), Case(accumulation=2, recompute="full", backend="aot_eager")]
 COMPILED = [Case(2, ep=2, shard="auto", recompute="full", backend="eager")]
 FURTHER_COMPILED_2 = [
     Case(2, ep=2, accumulation=2, recompute="selective", backend="aot_eager"),
@@ -54,20 +56,52 @@ FURTHER_COMPILED_4 = [
 ]
 
 
+def found_in(trainer: Trained) -> dict[str, Any]:
+    return {
+        "start": trainer.initial,
+        "losses": [trainer.logged[step]["train/loss"] for step in range(1, mixtures.STEPS + 1)],
+        "largest": [trainer.logged[n]["experts/model.blocks.1.moe/max_load"] for n in range(1, mixtures.STEPS + 1)],
+        "norms": trainer.norms,
+        "state": mixtures.state_of(trainer.model),
+        "val/loss": trainer.evaluate()["val/loss"],
+    }
+
+
+def train(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    return fit_each((Trained(config_of(case)) for case in cases), found_in)
+
+
 @pytest.mark.parametrize(
     "cases",
     [
+        pytest.param(ALONE, id="alone"),
+        pytest.param(WHOLE, id="with whole experts"),
         pytest.param(WORLD_2, id="2 ranks"),
         pytest.param(WORLD_4, id="4 ranks"),
         pytest.param(FURTHER_4, id="4 ranks, further", marks=pytest.mark.slow),
         pytest.param([Case(8, ep=2, tp=2, shard="auto", sequence=True)], id="8 ranks", marks=pytest.mark.slow),
+        pytest.param(COMPILED_ALONE, id="alone, compiled", marks=pytest.mark.slow),
         pytest.param(COMPILED, id="compiled"),
         pytest.param(FURTHER_COMPILED_2, id="2 ranks, compiled", marks=pytest.mark.slow),
         pytest.param(FURTHER_COMPILED_4, id="4 ranks, compiled", marks=pytest.mark.slow),
     ],
 )
-def test_training_on_shared_experts_equals_a_loop_written_by_hand(cases: list[Case]) -> None:
-    assert_as_by_hand(cases)
+def test_training_equals_a_loop_written_by_hand(cases: list[Case]) -> None:
+    n_ranks = cases[0].world_size
+    by_rank = run_world(train, n_ranks, cases) if n_ranks > 1 else [train(cases)]
+    (alone,) = train([Case()])
+    for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
+        expected = mixtures.reference(case, alone["start"])
+        for result in ranks:
+            assert same_bits(result["start"], alone["start"]), case
+            for key in ("losses", "norms", "largest"):
+                assert result[key] == pytest.approx(expected[key], rel=1e-10, abs=1e-10), (case, key)
+            assert result["val/loss"] == pytest.approx(expected["val/loss"], rel=1e-10), case
+            for name, value in expected["state"].items():
+                if name.endswith("balance_bias"):
+                    assert torch.equal(result["state"][name], value), (case, name)
+                    assert value.any()
+                torch.testing.assert_close(result["state"][name], value, rtol=1e-10, atol=1e-10, msg=f"{case}: {name}")
 
 
 class Counted(Trained):
@@ -82,14 +116,14 @@ class Counted(Trained):
         return result
 
 
-def count(cases: Sequence[Case]) -> list[tuple[float, str]]:
+def sent(cases: Sequence[Case]) -> list[tuple[float, str]]:
     configs = (config_of(case, training={"max_steps": 1}, devices={"verify": False}) for case in cases)
     return fit_each(map(Counted, configs), lambda trainer: (trainer.sent, trainer.describe()))
 
 
 def test_a_step_sends_what_the_page_says() -> None:
     cases = {Case(2, ep=2, accumulation=2): 4, Case(2, ep=2, shard="auto", recompute="full"): 6}
-    for case, ranks in zip(cases, zip(*run_world(count, 2, list(cases)), strict=True), strict=True):
+    for case, ranks in zip(cases, zip(*run_world(sent, 2, list(cases)), strict=True), strict=True):
         layers, tokens, chosen = 2, BATCH * LENGTH, 2
         assert sum(sent for sent, _ in ranks) == cases[case] * layers * tokens * chosen * WIDTH * 8
         assert all("| ep, of these | 2 | 0, 1 | inside the host |" in text for _, text in ranks)
@@ -176,6 +210,21 @@ def test_whole_weights_are_at_hand_on_a_rank_alone_and_in_exports(tmp_path: Path
         torch.testing.assert_close(found, weights, rtol=1e-10, atol=1e-10)
 
 
+def stop_and_go_on(case: Case) -> list[dict[str, Any]]:
+    saves = dt.CheckpointParameters(save_every_n_epochs=None)
+    results = []
+    for experiment, steps in (("unbroken", 4), ("broken", 2), ("broken", 4)):
+        config = config_of(
+            case, experiment, training={"max_steps": steps}, checkpoint_parameters=saves, callbacks=[EMA(decay=0.5)]
+        )
+        with Trained(config) as trainer:
+            trainer.fit()
+            averages = trainer.get_callback(EMA).averaged("model")
+            state = everything(trainer) | {f"EMA of {name}": full(value).clone() for name, value in averages.items()}
+            results.append({"loaded": trainer.loaded, "state": state})
+    return results
+
+
 def test_a_run_on_shared_experts_goes_on_to_the_bit() -> None:
     case = Case(2, ep=2, accumulation=2, recompute="full")
     for unbroken, broken, resumed in run_world(stop_and_go_on, 2, case):
@@ -183,6 +232,83 @@ def test_a_run_on_shared_experts_goes_on_to_the_bit() -> None:
         assert not any("loads" in name for name in unbroken["state"])
         assert all(torch.equal(broken["state"][name], value) for name, value in resumed["loaded"].items())
         assert same_bits(resumed["state"], unbroken["state"])
+
+
+class Unsteady(Trained):
+    """Its third step has a gradient that is not finite, once."""
+
+    is_spoiled = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        if self.global_step == 2 and not self.is_spoiled:
+            self.is_spoiled = True
+            loss = self.model(batch[0]).sum() * float("inf")
+            self.backward(loss, weight=1)
+            self.step(self.model, self.optimizer)
+            return {}
+        return super().training_step(batch, batch_idx)
+
+
+def test_another_seed_starts_with_other_weights() -> None:
+    configs = (config_of(Case(), training={"max_steps": 0}, seed=seed) for seed in (42, 43))
+    one, two = fit_each(map(Trained, configs), lambda trainer: trainer.initial)
+    assert not torch.equal(one["embedding.weight"], two["embedding.weight"])
+
+
+def test_a_window_that_runs_again_counts_its_tokens_once() -> None:
+    config = config_of(Case(), training={"on_nonfinite": "retry", "max_steps": 4})
+    assert same_bits(*fit_each((kind(config) for kind in (Trained, Unsteady)), everything))
+
+
+class Staged(Trained):
+    """Beside the model in stages a mixture that each rank has whole, trained by a loss of its own."""
+
+    def configure_models(self) -> None:
+        self.model = mixtures.Model(self.config.case)
+        self.critic = MoE(WIDTH, WIDTH, 4, 2, balance_rate=mixtures.RATE).double()
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        return DistributedDataLoader(Rows(BATCH * mixtures.STEPS), BATCH, shuffle=False), None
+
+    def configure_optimizers(self) -> None:
+        super().configure_optimizers()
+        self.critic_optimizer = torch.optim.SGD(self.critic.parameters(), lr=0.1)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        tokens, labels = batch
+        loss = self.forward_backward(self.model, (tokens,), labels, mean_loss, weight=count)
+        self.norms.append(float(self.step(self.model, self.optimizer)))
+        points = torch.stack([torch.sin(tokens.double() * (number + 1)) for number in range(WIDTH)], dim=-1)
+        self.backward(self.critic(points).square().mean(), weight=len(tokens), model=self.critic)
+        self.step(self.critic, self.critic_optimizer)
+        return {"loss": loss}
+
+
+def train_stages(n_stages: int) -> dict[str, Any]:
+    with Staged(config_of(Case(), devices={"pipeline_parallel": n_stages})) as trainer:
+        trainer.fit()
+        found = {"norms": trainer.norms, "start": trainer.initial, "state": mixtures.state_of(trainer.model)}
+        return found | {"critic": mixtures.state_of(trainer.critic), "logged": trainer.logged}
+
+
+def test_stages_of_a_pipeline_balance_the_mixtures_that_they_hold() -> None:
+    alone = train_stages(1)
+    expected = mixtures.reference(Case(), alone["start"])
+    loads = [
+        {name: v for name, v in alone["logged"][step].items() if "_load" in name}
+        for step in range(1, mixtures.STEPS + 1)
+    ]
+    assert {len(of_step) for of_step in loads} == {6}  # of two blocks and the critic
+    for rank in run_world(train_stages, 2, 2):
+        assert rank["norms"] == pytest.approx(expected["norms"], rel=1e-10)
+        assert any(name.endswith("balance_bias") for name in rank["state"])
+        for name, value in (rank["state"] | rank["critic"]).items():
+            is_counted = name.endswith("balance_bias")
+            close = 0.0 if is_counted else 1e-10
+            wanted = (alone["critic"] if name in rank["critic"] else expected["state"])[name]
+            torch.testing.assert_close(value, wanted, rtol=close, atol=close, msg=name)
+        for step, of_step in enumerate(loads, start=1):
+            assert {name: rank["logged"][step][name] for name in of_step} == pytest.approx(of_step)
 
 
 class WithoutExperts(Trained):
@@ -218,7 +344,6 @@ class InParts(Trained):
 
 MISTAKES = {
     "parts of sequences": "self.model computes other gradients than one process: ",
-    "graphs": "fullgraph=True with expert_parallel=2 is not supported: experts that ranks share are not",
     "differ": "Use the same device_parameters on every rank",
 }
 
@@ -226,18 +351,13 @@ MISTAKES = {
 def make_mistake(mistake: str) -> None:
     if mistake == "parts of sequences":
         InParts(config_of(Case(2, tp=2, sequence=True, recompute="full"))).fit()
-    if mistake == "graphs":
-        whole = dt.CompileParameters(backend="eager", fullgraph=True)
-        Trained(replace(config_of(Case(2, ep=2, backend="aot_eager")), compile_parameters=whole)).fit()
     Trained(config_of(Case(2, ep=1 + int(os.environ["RANK"])))).fit()
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_it_ends_the_run_on_all_ranks(mistake: str, tmp_path: Path) -> None:
-    code = f"from tests.trainer.test_expert_parallel import make_mistake; make_mistake({mistake!r})"
-    for status, text in run_ranks(code, 2, tmp_path):
-        assert status == 1
-        assert MISTAKES[mistake] in text
+def test_it_ends_the_run_on_all_ranks(mistake: str) -> None:
+    for error in errors_of(make_mistake, mistake):
+        assert MISTAKES[mistake] in error
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,34 @@ def test_a_rank_that_leaves_after_fit_ends_the_other_and_both_say_so_by_their_st
     assert [status for status, _ in ranks] == [1, 4], ranks
 
 
+CAUGHT = """
+import os
+from tests.trainer.test_failures import Spread, loader, make_config
+
+def train(breaks):
+    try:
+        with Spread(make_config(n_epochs=1), loader()) as trainer:
+            trainer.fit()
+            if breaks:
+                raise KeyError("the report's column")
+    except KeyError:
+        print("caught")
+
+train(breaks=os.environ["RANK"] == "0")
+train(breaks=False)
+"""
+
+
+@pytest.mark.pitfall(82)
+def test_an_exception_on_one_rank_after_fit_ends_the_job_and_names_the_cause(tmp_path: Path) -> None:
+    (code, text), (other, consequence) = run_ranks(CAUGHT, 2, tmp_path)
+    assert code == 1
+    assert other != 0
+    assert "[rank 1] stops because of rank 0." in consequence
+    assert "Traceback" not in consequence
+    assert "the report's column" in text
+
+
 class TerminatedLate(Sharded):
     """Rank 1 gets SIGTERM in its last step, whose pulse it has posted."""
 

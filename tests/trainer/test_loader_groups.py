@@ -4,7 +4,6 @@ import os
 import re
 from collections.abc import Iterator
 from itertools import cycle, islice, pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,14 +63,10 @@ class Several(small.Sharded, dt.CheckpointMixin):
         return {"loss": loss}
 
 
-def train(
-    loaders: Any, directory: Path | str, steps: int | None = STEPS, accumulation: int = 1, **training: Any
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights after `steps` in all, resuming what is in `directory`, and what was counted."""
-    os.chdir(directory)
+def train(loaders: Any, steps: int | None, **options: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights after `steps` in all, and what was counted."""
     checkpoint = dt.CheckpointParameters(save_every_n_epochs=None)
-    steps_and_more = {"max_steps": steps, "gradient_accumulation_steps": accumulation} | training
-    config = small.make_config(checkpoint=checkpoint, **steps_and_more)
+    config = small.make_config(checkpoint=checkpoint, max_steps=steps, **options)
     with Several(config, loaders) as trainer:
         trainer.fit()
         counted = {
@@ -81,14 +76,14 @@ def train(
         return small.weights(trainer.model), counted
 
 
-def train_built(kind: str, directory: str, steps: int, parts: int, accumulation: int) -> Any:
-    return train(build(kind, parts), directory, steps, accumulation)
+def train_built(kind: str, parts: int, accumulation: int) -> Any:
+    return train(build(kind, parts), STEPS, gradient_accumulation_steps=accumulation)
 
 
 @pytest.mark.parametrize(("ranks", "accumulation"), LAYOUTS)
 @pytest.mark.parametrize("kind", ["dict", "cycle", "turns"])
-def test_two_loaders_train_as_a_plain_loop_would(kind: str, ranks: int, accumulation: int, tmp_path: Path) -> None:
-    results = run_world(train_built, ranks, kind, str(tmp_path), STEPS, ranks * accumulation, accumulation)
+def test_two_loaders_train_as_a_plain_loop_would(kind: str, ranks: int, accumulation: int) -> None:
+    results = run_world(train_built, ranks, kind, ranks * accumulation, accumulation)
     samples = {"dict": 12 * STEPS, "cycle": 12 * STEPS, "turns": 6 * MANY + 3 * FEW}[kind]
     for found, counted in results:
         small.assert_same_weights(found, by_hand(kind))
@@ -97,76 +92,59 @@ def test_two_loaders_train_as_a_plain_loop_would(kind: str, ranks: int, accumula
         assert counted["current_epoch"] == {"dict": 1, "cycle": 0, "turns": 0}[kind]
 
 
-@pytest.mark.parametrize(
-    ("kind", "hops"),
-    [
-        *((kind, [(1, 1, stop), (1, 1, stop + 1), (1, 1, STEPS)]) for kind in ("dict", "cycle") for stop in (1, 4, 5)),
-        ("turns", [(2, 1, 3), (1, 4, 5), (4, 1, 7), (1, 1, STEPS)]),
-    ],
-)
-def test_a_run_goes_on_from_any_step_and_on_other_ranks(kind: str, hops: Any, tmp_path: Path) -> None:
-    for ranks, accumulation, until in hops:
-        results = run_world(train_built, ranks, kind, str(tmp_path), until, ranks * accumulation, accumulation)
-    small.assert_same_weights(results[0][0], by_hand(kind))
-    assert results[0][1]["global_step"] == STEPS
-
-
 def batches(lengths: list[int], first: int = 0) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Batches of the given numbers of samples."""
     data, ends = small.Samples(first + sum(lengths)), [first + sum(lengths[:at]) for at in range(len(lengths) + 1)]
     return [(data.x[a:b], data.y[a:b], torch.arange(a, b)) for a, b in pairwise(ends)]
 
 
-def train_uneven(directory: str, steps: int) -> Any:
+def train_uneven(experiment: str, steps: int) -> Any:
     """Loaders of their own on each rank, of different lengths and batch sizes."""
     rank = int(os.environ["RANK"])
     loaders = {
         "own": PerRankLoader(batches([2, 1, 3][: 3 - rank], 10 * rank)),
         "dealt": DistributedDataLoader(small.Samples(8), 2),
     }
-    return train(LoaderGroup(loaders, end="cycle"), directory, steps)
+    return train(LoaderGroup(loaders, end="cycle"), steps, experiment=experiment)
 
 
-def test_ranks_with_loaders_of_their_own_go_round_by_themselves(tmp_path: Path) -> None:
-    straight = run_world(train_uneven, 2, str(tmp_path), 7)
+def test_ranks_with_loaders_of_their_own_go_round_by_themselves() -> None:
+    straight = run_world(train_uneven, 2, "straight", 7)
     own = [[0, 1], [2], [3, 4, 5]], [[10, 11], [12]]
     for rank, (_, counted) in enumerate(straight):
         assert [batch["own"] for batch in counted["seen"]] == list(islice(cycle(own[rank]), 7))
         # Two rounds of 6 and one batch of 2; three rounds of 3 and one batch of 2; and 2 on each rank of the other.
         assert counted["samples_seen"] == 14 + 11 + 7 * 4
-    (tmp_path / "resumed").mkdir()
     for until in (2, 5, 7):
-        resumed = run_world(train_uneven, 2, str(tmp_path / "resumed"), until)
+        resumed = run_world(train_uneven, 2, "resumed", until)
     for (found, counted), (expected, counted_straight) in zip(resumed, straight, strict=True):
         small.assert_same_weights(found, expected)
         assert counted["samples_seen"] == counted_straight["samples_seen"]
 
 
-def test_epochs_and_planned_steps_follow_the_group(tmp_path: Path) -> None:
-    _, counted = train(build("dict", 1), tmp_path, None, n_epochs=2)
+def test_epochs_and_planned_steps_follow_the_group() -> None:
+    _, counted = train(build("dict", 1), None, n_epochs=2)
     assert counted["total_steps"] == counted["global_step"] == 10
     assert counted["current_epoch"] == 2
     assert [batch["few"][0] for batch in counted["seen"]] == [0, 4, 8, 0, 4, 8, 0, 4, 8, 0]
 
 
-def test_a_global_batch_is_of_all_loaders_together(tmp_path: Path) -> None:
-    _, counted = train(build("dict", 2), tmp_path, 5, global_batch_size=FEW + MANY)
+def test_a_global_batch_is_of_all_loaders_together() -> None:
+    _, counted = train(build("dict", 2), 5, global_batch_size=FEW + MANY)
     assert counted["samples_seen"] == 5 * (FEW + MANY)
     assert len(counted["seen"]) == 10
 
 
-def test_a_global_batch_of_turns_with_other_sizes_is_refused(tmp_path: Path) -> None:
+def test_a_global_batch_of_turns_with_other_sizes_is_refused() -> None:
     with pytest.raises(DataError, match="batch sizes.*'few': 4, 'many': 8.*gradient_accumulation_steps"):
-        train(build("turns", 1), tmp_path, 5, global_batch_size=12)
+        train(build("turns", 1), 5, global_batch_size=12)
 
 
 @pytest.mark.parametrize(
     ("kind", "says"), [("empty", "DataError: rank 0: the training loader 'own': .*0 batches"), ("ratio", "ratio")]
 )
-def test_what_one_rank_cannot_read_or_has_otherwise_is_named_on_all(kind: str, says: str, tmp_path: Path) -> None:
-    code = f"from tests.trainer.test_loader_groups import train_refused; train_refused({kind!r})"
-    for status, error in small.run_ranks(code, 2, tmp_path):
-        assert status == 1
+def test_what_one_rank_cannot_read_or_has_otherwise_is_named_on_all(kind: str, says: str) -> None:
+    for error in small.errors_of(train_refused, kind):
         assert re.search(says, error)
 
 
@@ -177,4 +155,4 @@ def train_refused(kind: str) -> None:
         "empty": LoaderGroup({"own": PerRankLoader(batches([2] * rank)), "many": many}, end="cycle"),
         "ratio": AlternatingLoaders({"few": few, "many": many}, {"few": 1, "many": 1 + rank}),
     }
-    train(loaders[kind], ".")
+    train(loaders[kind], STEPS)

@@ -18,18 +18,7 @@ import dream_trainer as dt
 from tests.api import CheckpointError, ConfigError, MoE, PerRankLoader
 from tests.trainer import small
 from tests.trainer.arithmetic import full
-from tests.trainer.small import (
-    WIDTH,
-    Batch,
-    Built,
-    Samples,
-    Validates,
-    assert_same_weights,
-    batches,
-    run_config,
-    run_ranks,
-    weights,
-)
+from tests.trainer.small import WIDTH, Batch, Samples, assert_same_weights, batches, weights
 from tests.worlds import run_world
 
 CPU = dt.DeviceParameters(device="cpu")
@@ -71,7 +60,7 @@ class Config(dt.DreamTrainerConfig, dt.LocalSGDConfigMixin):
     weighted: bool = False
 
 
-class Trainer(Validates, Built, dt.DreamTrainer, dt.LocalSGDMixin):
+class Trainer(small.Validates, small.Built, dt.DreamTrainer, dt.LocalSGDMixin):
     make_model = Net
 
     def __init__(self, config: Config, data: list[Batch], val: list[Batch]) -> None:
@@ -103,20 +92,16 @@ def make_config(
     val_every: int | None = None,
     **checkpoints: Any,
 ) -> Config:
-    return run_config(
+    training = {"max_steps": steps, "gradient_accumulation_steps": accumulation, "gradient_clip_norm": 0.3}
+    validation = {"val_every_n_epochs": None, "val_every_n_steps": val_every}
+    return small.run_config(
         experiment,
         Config,
         group="local",
         weighted=weighted,
         local_sgd_parameters=rounds,
         device_parameters=devices,
-        training_parameters=dt.TrainingParameters(
-            max_steps=steps,
-            gradient_accumulation_steps=accumulation,
-            gradient_clip_norm=0.3,
-            val_every_n_epochs=None,
-            val_every_n_steps=val_every,
-        ),
+        training_parameters=dt.TrainingParameters(**training, **validation),
         checkpoint_parameters=dt.CheckpointParameters(
             **{"save_every_n_epochs": None, "save_at_end": False} | checkpoints
         ),
@@ -215,8 +200,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def train_all(directory: str, names: list[str]) -> dict[str, Any]:
-    os.chdir(directory)
+def train_all(names: list[str]) -> dict[str, Any]:
     found = {}
     for name in names:
         options = dict(CASES[name][1])
@@ -232,11 +216,11 @@ def train_all(directory: str, names: list[str]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def trained() -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
     for ranks in (2, 4):
         names = [name for name, (n, _) in CASES.items() if n == ranks]
-        results = run_world(train_all, ranks, str(tmp_path_factory.mktemp("ranks")), names)
+        results = run_world(train_all, ranks, names)
         found |= {name: [result[name] for result in results] for name in names}
     return found
 
@@ -259,36 +243,27 @@ def test_it_is_the_loop_by_hand(trained: dict[str, list[dict[str, Any]]], name: 
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "barrier")
 
 
-class Recorded(Trainer):
-    """Notes which ranks each collective of PyTorch's spoke to, after which step."""
+def collectives(devices: dt.DeviceParameters) -> list[tuple[int, str, tuple[int, ...]]]:
+    """Which ranks each collective of PyTorch's speaks to, after which step."""
+    config = make_config("counted", DILOCO, devices=devices, steps=9)
+    config.logger_parameters = dt.LoggerParameters(loggers=(), log_every_n_steps=1000)
+    calls: list[tuple[int, str, tuple[int, ...]]] = []
 
-    def pre_fit(self) -> None:
-        self.calls: list[tuple[int, str, tuple[int, ...]]] = []
-        self.originals = {name: getattr(dist, name) for name in COLLECTIVES}
-        for name, original in self.originals.items():
-            setattr(dist, name, self._recording(name, original))
-
-    def _recording(self, name: str, original: Any) -> Any:
+    def recorded(name: str, original: Any) -> Any:
         def record(*args: Any, group: Any = None, **options: Any) -> Any:
-            if group is None or group is not self.world.cpu_group:
-                members = dist.get_process_group_ranks(group) if group is not None else range(self.world.world_size)
-                self.calls.append((self.global_step, name, tuple(members)))
+            if group is None or group is not trainer.world.cpu_group:
+                members = dist.get_process_group_ranks(group) if group is not None else range(trainer.world.world_size)
+                calls.append((trainer.global_step, name, tuple(members)))
             return original(*args, group=group, **options)
 
         return record
 
-    def post_fit(self) -> None:
-        for name, original in self.originals.items():
-            setattr(dist, name, original)
-
-
-def collectives(devices: dt.DeviceParameters) -> list[tuple[int, str, tuple[int, ...]]]:
-    config = make_config("counted", DILOCO, devices=devices, steps=9)
-    config.logger_parameters = dt.LoggerParameters(loggers=(), log_every_n_steps=1000)
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    with Recorded(config, batches(24)[rank::ranks] * 8, []) as trainer:
+    with make_trainer(config) as trainer, pytest.MonkeyPatch.context() as patches:
+        trainer.launch_and_resume()
+        for name in COLLECTIVES:
+            patches.setattr(dist, name, recorded(name, getattr(dist, name)))
         trainer.fit()
-        return trainer.calls
+    return calls
 
 
 @pytest.mark.parametrize("devices", [REPLICAS, CPU], ids=["replicas", "shards"])
@@ -410,9 +385,6 @@ def test_one_process_is_one_worker_and_the_outer_optimizer_is_the_same() -> None
     ("devices", "training", "message"),
     [
         (replace(CPU, cpu_offload=True), {}, "cpu_offload"),
-        (replace(CPU, tensor_parallel=2), {}, "tensor_parallel=2"),
-        (replace(CPU, overlap_reduce=True), {}, "overlap_reduce"),
-        (replace(CPU, precision="fp16"), {}, "fp16"),
         (CPU, {"on_nonfinite": "retry"}, "retry"),
     ],
 )
@@ -453,9 +425,8 @@ def refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_cross_workers_in_each_step_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    for status, error in run_ranks(f"from tests.trainer.test_local_sgd import refused; refused({name!r})", 2, tmp_path):
-        assert status == 1
+def test_what_would_cross_workers_in_each_step_is_refused_by_name(name: str) -> None:
+    for error in small.errors_of(refused, name):
         assert REFUSED[name][2] in error
 
 
@@ -516,7 +487,7 @@ def break_one() -> None:
 
 
 def test_a_gradient_that_is_not_finite_ends_all_workers_and_no_average_has_it(tmp_path: Path) -> None:
-    first, second = run_ranks("from tests.trainer.test_local_sgd import break_one; break_one()", 2, tmp_path)
+    first, second = small.run_ranks("from tests.trainer.test_local_sgd import break_one; break_one()", 2, tmp_path)
     assert "NonFiniteError" in second[1]
     assert "rank 1" in first[1]
     saved = {path.name for path in (tmp_path / "runs/tests/local/broken/checkpoints").glob("step_*")}

@@ -23,8 +23,6 @@ CPU = dt.DeviceParameters(device="cpu")
 
 
 class Memory(Logger):
-    """Keeps what it gets."""
-
     def __init__(self) -> None:
         self.lines: list[tuple[Stamp, dict[str, float]]] = []
         self.media: list[tuple[int, str, Media]] = []
@@ -53,6 +51,7 @@ class Algorithm(dt.BaseTrainer, dt.LoggerMixin):
         (torch.tensor([float(i)] * size), tokens) for i, (size, tokens) in enumerate([(1, 7), (3, 2), (2, 9), (4, 1)])
     ]
     weighted: ClassVar[bool] = False
+    lr = 0.0
 
     def __init__(self, config: Any, *extra: Logger) -> None:
         super().__init__(config)
@@ -63,7 +62,7 @@ class Algorithm(dt.BaseTrainer, dt.LoggerMixin):
 
     def setup(self) -> None:
         self.model = nn.Linear(1, 1)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=self.lr)
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
         return self.batches, None
@@ -398,6 +397,8 @@ def test_the_history_is_every_line_also_without_a_logger() -> None:
 
 
 class Resumable(Algorithm, dt.CheckpointMixin):
+    lr = 0.01
+
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         x, _ = batch
         loss = self.model(x[:, None]).square().mean()
@@ -405,10 +406,6 @@ class Resumable(Algorithm, dt.CheckpointMixin):
         self.step(self.model, self.optimizer)
         self.log("lowest", x[0] / 3, reduce="min")
         return {"loss": loss}
-
-    def setup(self) -> None:
-        self.model = nn.Linear(1, 1)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
         data = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 48), torch.ones(48))
@@ -427,11 +424,9 @@ class Dies(Resumable):
             raise Killed
 
 
-def run_until(stop: int | None, directory: Path, monkeypatch: pytest.MonkeyPatch, *loggers: Any) -> Resumable:
+def run_until(stop: int | None, experiment: str, *loggers: Any) -> Resumable:
     """Trains 12 steps, saved every 4th, flushed every 3rd; dies after `stop` as if by SIGKILL: nothing is closed."""
-    directory.mkdir(exist_ok=True)
-    monkeypatch.chdir(directory)
-    config = make_config(every=3, loggers=loggers)
+    config = make_config(every=3, loggers=loggers, experiment=experiment)
     config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_steps=4)
     trainer = Dies(config)
     trainer.stop = stop
@@ -443,7 +438,7 @@ def run_until(stop: int | None, directory: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.pitfall(44)
 @pytest.mark.pitfall(48)
 def test_a_killed_and_resumed_run_is_one_curve_in_every_logger_and_in_its_history(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import wandb
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -451,13 +446,12 @@ def test_a_killed_and_resumed_run_is_one_curve_in_every_logger_and_in_its_histor
     for name, value in {"MODE": "offline", "SILENT": "true", "CONSOLE": "off", "ERROR_REPORTING": "false"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     wandb.teardown()
-    run_until(None, tmp_path / "straight", monkeypatch, "jsonl")
+    straight = run_until(None, "straight", "jsonl")
     for stop in (7, 11, None):
-        trainer = run_until(stop, tmp_path / "resumed", monkeypatch, "jsonl", "csv", "tensorboard", "wandb")
+        trainer = run_until(stop, "resumed", "jsonl", "csv", "tensorboard", "wandb")
         wandb.teardown()
-    run_dir = tmp_path / "resumed/runs/p/g/e"
-    straight = read_jsonl(tmp_path / "straight/runs/p/g/e/metrics.jsonl")
-    curve = [(record["step"], record["train/loss"], record["lowest"]) for record in straight]
+    run_dir = trainer.run_dir
+    curve = [(record["step"], record["train/loss"], record["lowest"]) for record in straight.history]
     assert [step for step, *_ in curve] == [3, 6, 9, 12]
 
     names = ("train/loss", "lowest")
@@ -480,7 +474,7 @@ def test_a_killed_and_resumed_run_is_one_curve_in_every_logger_and_in_its_histor
 class Counting(Resumable, dt.EvalMixin):
     """Each optimizer step counts 1; something may happen at one of them."""
 
-    disturbed: ClassVar[str | None] = None
+    disturbed: str | None = None
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
         train, _ = super().configure_dataloaders()
@@ -511,24 +505,23 @@ class Counting(Resumable, dt.EvalMixin):
             signal.raise_signal(signal.SIGTERM)
 
 
-def counting(disturbed: str | None, monkeypatch: pytest.MonkeyPatch) -> Counting:
+def counting(disturbed: str | None) -> Counting:
     """Twelve steps with a line at each fifth, a validation at each fourth, and a checkpoint at each sixth."""
-    monkeypatch.setattr(Counting, "disturbed", disturbed)
     config = make_config(every=5, loggers=("jsonl",), val_every_n_steps=4, val_every_n_epochs=None)
     config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_steps=6, async_save=False)
-    return Counting(config)
+    trainer = Counting(config)
+    trainer.disturbed = disturbed
+    return trainer
 
 
 @pytest.mark.pitfall(44)
 @pytest.mark.parametrize("runs", [("step",), ("validation",), ("save",), ("kill", "start")], ids=str)
-def test_whatever_ends_a_run_each_value_counts_once_after_the_resume(
-    runs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whatever_ends_a_run_each_value_counts_once_after_the_resume(runs: tuple[str, ...]) -> None:
     for disturbed in runs:
         ends = pytest.raises((Killed, KeyboardInterrupt, SystemExit))
-        with ends, counting(disturbed, monkeypatch) as trainer:
+        with ends, counting(disturbed) as trainer:
             trainer.fit()
-    with counting(None, monkeypatch) as trainer:
+    with counting(None) as trainer:
         trainer.fit()
         history = trainer.history
     lines = read_jsonl("runs/p/g/e/metrics.jsonl")

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 import dream_trainer as dt
-from tests.api import DataError, DistributedDataLoader, HookError, StepError
+from dream_trainer.events import sanity_checks
+from tests.api import BatchKey, DataError, DistributedDataLoader, HookError, RankBatchSampler, StepError, WindowFeed
 from tests.programs import run_programs
 from tests.trainer import small
 from tests.trainer.small import Alone, Samples, assert_same_weights, batches, by_hand, fit, make_config, weights
@@ -37,6 +39,7 @@ class Learns(Alone):
     how = ""
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        assert self.local_batches < 1000, "endless"
         match self.how:
             case "never steps":
                 return {}
@@ -44,10 +47,58 @@ class Learns(Alone):
                 return super().training_step(batch, batch_idx) if batch_idx == 3 else {}
             case "loss.backward":
                 mse_loss(self.model(batch[0]), batch[1]).backward()
+            case "plain PyTorch":
+                mse_loss(self.model(batch[0]), batch[1]).backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                return {}
             case ".grad":
                 self.model[1].bias.grad = torch.ones_like(self.model[1].bias)
         self.step(self.model, self.optimizer)
         return {}
+
+
+def learn(how: str, **training: Any) -> Learns:
+    trainer = Learns(make_config(**training), batches(5))
+    trainer.how = how
+    return fit(trainer)
+
+
+@pytest.mark.pitfall(85)
+def test_steps_that_nobody_counts_are_an_error_under_a_limit_in_steps() -> None:
+    with pytest.raises(StepError, match=r"max_steps=3 never comes: of 1 trained.*self\.step\(model, optimizer\)"):
+        learn("plain PyTorch", max_steps=3)
+    assert learn("plain PyTorch", max_steps=3, n_epochs=2).local_batches == 10
+
+
+@pytest.mark.pitfall(85)
+def test_a_run_that_never_steps_is_an_error_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sanity_checks, "BATCHES_WITHOUT_STEP", 40)
+    with pytest.raises(StepError, match="max_steps=3 never comes: of 40 trained"):
+        learn("never steps", max_steps=3)
+    assert learn("never steps", n_epochs=9).local_batches == 45
+
+
+@pytest.mark.pitfall(85)
+def test_an_order_that_yields_too_little_is_an_error() -> None:
+    whole = RankBatchSampler._batches
+
+    def short(self: RankBatchSampler, epoch: int, first: int, end: int) -> Iterator[BatchKey]:
+        return iter(list(whole(self, epoch, first, end))[:-1])
+
+    taken = iter(range(100))  # an endless run takes more windows
+    take = WindowFeed.take
+
+    def counted(self: WindowFeed) -> Any:
+        next(taken)
+        return take(self)
+
+    with (
+        mock.patch.object(RankBatchSampler, "_batches", short),
+        mock.patch.object(WindowFeed, "take", counted),
+        pytest.raises(DataError, match="ended in a window, with 0 of 1 batches"),
+    ):
+        train(DistributedDataLoader(Samples(8), 2), n_epochs=1)
 
 
 @pytest.mark.parametrize(
@@ -61,9 +112,7 @@ class Learns(Alone):
     ],
 )
 def test_no_step_or_no_gradient_is_said_once(how: str, said: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    trainer = Learns(make_config(n_epochs=3), batches(5))
-    trainer.how = how
-    fit(trainer)
+    learn(how, n_epochs=3)
     warnings = [text for text in caplog.messages if "self.step" in text]
     assert len(warnings) == len(said)
     for word, text in zip(said, warnings, strict=True):
@@ -136,8 +185,6 @@ def test_a_steps_per_epoch_beyond_the_data_never_mixes_two_passes_in_one_window(
 
 
 class Counting:
-    """Counts what is asked of it."""
-
     def __init__(self, count: int) -> None:
         self.data, self.pulled, self.passes = batches(count), 0, 0
 
@@ -196,17 +243,12 @@ def test_training_data_without_a_batch_is_an_error_that_says_what_to_look_at(dat
 
 
 @pytest.mark.pitfall(10)
-def test_one_batch_is_enough() -> None:
-    trainer = train(batches(1), n_epochs=3)
-    assert_same_weights(weights(trainer.model), by_hand([batches(1)] * 3))
-
-
-@pytest.mark.pitfall(10)
 @pytest.mark.pitfall(1)
-def test_a_loader_shorter_than_the_window_makes_one_short_window_per_epoch() -> None:
-    trainer = train(batches(3), n_epochs=2, gradient_accumulation_steps=8)
-    assert trainer.global_step == 2
-    assert_same_weights(weights(trainer.model), by_hand([batches(3)] * 2))
+@pytest.mark.parametrize(("count", "accumulation"), [(1, 1), (3, 8)])
+def test_one_batch_or_less_than_a_window_makes_one_step_per_epoch(count: int, accumulation: int) -> None:
+    trainer = train(batches(count), n_epochs=3, gradient_accumulation_steps=accumulation)
+    assert trainer.global_step == 3
+    assert_same_weights(weights(trainer.model), by_hand([batches(count)] * 3))
 
 
 def order_of_two_epochs(seed: int) -> list[int]:
@@ -285,26 +327,6 @@ def test_planned_steps_are_known_before_training() -> None:
 
 
 @pytest.mark.pitfall(18)
-def test_two_trainers_train_one_after_the_other_and_beside_each_other() -> None:
-    first = train(batches(4), n_epochs=2)
-    second = train(batches(4), n_epochs=2)
-    assert_same_weights(weights(first.model), second.model)
-    with Alone(make_config(max_steps=2), batches(4)) as outer:
-        outer.fit()
-        assert train(batches(4), n_epochs=1).global_step == 4
-        assert outer.global_step == 2
-
-
-@pytest.mark.pitfall(18)
-def test_fit_of_a_finished_run_returns_at_once_and_evaluation_still_works() -> None:
-    with Alone(make_config(n_epochs=1), batches(4)) as trainer:
-        trainer.fit()
-        before = weights(trainer.model)
-        trainer.fit()
-        assert trainer.global_step == 4
-        assert_same_weights(before, trainer.model)
-
-
 @pytest.mark.parametrize(
     ("limits", "said"),
     [
@@ -317,14 +339,17 @@ def test_fit_of_a_finished_run_returns_at_once_and_evaluation_still_works() -> N
     ],
     ids=str,
 )
-def test_fit_of_a_finished_run_says_once_which_limit_is_reached_and_how_to_go_on(
+def test_fit_of_a_finished_run_returns_at_once_and_says_once_which_limit_is_reached(
     limits: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Alone(make_config(**limits), batches(4)) as trainer:
         trainer.fit()
         assert "nothing to train" not in caplog.text
+        step, before = trainer.global_step, weights(trainer.model)
         trainer.fit()
         trainer.fit()
+        assert trainer.global_step == step
+        assert_same_weights(before, trainer.model)
     (text,) = [text for text in caplog.messages if "nothing to train" in text]
     assert said in text
     assert text.endswith("or use another experiment name.")
@@ -509,8 +534,6 @@ def test_a_distributed_loader_and_the_plain_one_give_the_same_batches_in_one_pro
 
 
 class WithState:
-    """Six batches."""
-
     next = 0
 
     def __iter__(self) -> Iterator[Any]:

@@ -1,18 +1,20 @@
-"""The loop on several ranks: data is split, counters and decisions agree, seeds differ where they should."""
+"""The loop on several ranks: data is split, counters, clocks and decisions agree, seeds differ where they should."""
 
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.data import DataLoader
 
 import dream_trainer as dt
-from tests.api import DistributedDataLoader, StepError
+from tests.api import DistributedDataLoader, PerRankLoader, StepError, World
 from tests.trainer import small
 from tests.worlds import run_world
 
@@ -298,15 +300,15 @@ class Whole(small.Validates, small.Built, dt.DreamTrainer):
         return DataLoader(small.Samples(64), 8), DataLoader(small.Samples(7), 2)
 
 
-def defaults(directory: str) -> int:
+def defaults() -> int:
     """All mixins, and a config that says nothing but its names."""
-    os.chdir(directory)
-    with Whole(dt.DreamTrainerConfig(project="p", group="g", experiment="e")) as trainer:
+    name = f"defaults of {os.environ['WORLD_SIZE']}"
+    with Whole(dt.DreamTrainerConfig(project="p", group="g", experiment=name)) as trainer:
         trainer.fit()
         return trainer.global_step
 
 
-def everything(directory: str) -> dict[str, Any]:
+def everything() -> dict[str, Any]:
     return {
         "plain": plain_loader(small.Spread),
         "plain sharded": plain_loader(small.Sharded),
@@ -323,22 +325,22 @@ def everything(directory: str) -> dict[str, Any]:
         "zero": zero_weights(),
         "dry": dry_runs(),
         "early": stop_after_validation(),
-        "defaults": defaults(directory),
+        "defaults": defaults(),
     }
 
 
-def alone(directory: str) -> dict[str, Any]:
-    return {"global batch": global_batch(), "masks": dropout_masks(), "defaults": defaults(directory)}
+def alone() -> dict[str, Any]:
+    return {"global batch": global_batch(), "masks": dropout_masks(), "defaults": defaults()}
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_world(everything, 2, str(tmp_path_factory.mktemp("two")))
+def two() -> list[dict[str, Any]]:
+    return run_world(everything, 2)
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_world(alone, 1, str(tmp_path_factory.mktemp("one")))[0]
+def one() -> dict[str, Any]:
+    return run_world(alone, 1)[0]
 
 
 @pytest.mark.pitfall(12)
@@ -462,3 +464,127 @@ def test_fit_twice_evaluate_after_it_and_further_trainers_work_in_the_same_proce
 def test_a_config_of_defaults_runs_on_a_machine_without_accelerator(one: Any, two: Any) -> None:
     assert one["defaults"] == 8
     assert [found["defaults"] for found in two] == [4, 4]
+
+
+class Unsized:
+    """Yields one sample per batch and does not know how many."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Any:
+        return (torch.full((1, small.WIDTH), float(i), dtype=torch.float64) for i in range(self.n))
+
+
+class Uneven(small.Spread):
+    window: tuple[float, ...] = ()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> dict[str, Any]:
+        self.backward(self.model(batch).mean())
+        self.window += (batch[0, 0].item(),)
+        if not self.is_accumulating_gradients:
+            self.step(self.model, self.optimizer)
+            self.seen.append([*self.window])
+            self.window = ()
+        return {}
+
+
+def train_uneven(lengths: tuple[int, ...], accumulation: int) -> dict[str, Any]:
+    data = PerRankLoader(Unsized(lengths[int(os.environ["RANK"])]))
+    trainer = small.fit(Uneven(small.make_config(n_epochs=2, gradient_accumulation_steps=accumulation), data))
+    return {"windows": trainer.seen, "steps": trainer.global_step, "samples": trainer.samples_seen}
+
+
+def train_each(cases: list[tuple[tuple[int, ...], int]]) -> list[dict[str, Any]]:
+    return [train_uneven(*case) for case in cases]
+
+
+@pytest.mark.pitfall(13)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_uneven_loaders_train_what_every_rank_has_and_end_together(world_size: int) -> None:
+    lengths = {2: [(7, 10), (1, 5), (3, 3), (4, 9)], 4: [(7, 10, 11, 16), (1, 5, 5, 5)]}[world_size]
+    cases = [(item, accumulation) for item in lengths for accumulation in (1, 3)]
+    results = run_world(train_each, world_size, cases)
+    for number, (item, accumulation) in enumerate(cases):
+        common = min(item)
+        one_pass = [
+            [float(i) for i in range(start, min(start + accumulation, common))]
+            for start in range(0, common, accumulation)
+        ]
+        for rank in results:
+            assert rank[number]["windows"] == one_pass * 2, item
+            assert rank[number]["steps"] == 2 * len(one_pass)
+            assert rank[number]["samples"] == 2 * common * world_size
+
+
+START, STEP = 1000.0, 100.0
+DEVICES = dt.DeviceParameters(device="cpu", start_timeout_seconds=START, step_timeout_seconds=STEP)
+
+
+class Timed(small.Validates, small.Spread):
+    """Each step takes a minute by the clocks of some ranks, and no time by the others'."""
+
+    def __init__(self, config: Any, slow_ranks: tuple[int, ...]) -> None:
+        super().__init__(config, *(DistributedDataLoader(small.Samples(length), 2) for length in (24, 4)))
+        self.slow_ranks, self.minutes = slow_ranks, 0.0
+        self.validated_at: list[int] = []
+        self.patience: list[float] = []
+        self.timeouts: list[set[timedelta]] = []
+        schedule = self._runtime.schedule
+        schedule._clock = schedule.validations._clock = lambda: 60 * self.minutes
+
+    def training_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
+        self.minutes += self.world.rank in self.slow_ranks
+        self.patience.append(self._runtime.session.watchdog.limit_seconds())
+        if self.world.world_size > 1:
+            self.timeouts.append(timeouts(self.world))
+        return super().training_step(batch, batch_idx)
+
+    def pre_val_epoch(self) -> None:
+        self.validated_at.append(self.global_step)
+
+
+def timeouts(world: World) -> set[timedelta]:
+    """How long collectives may take, of every group that the step path uses."""
+    groups = [dist.group.WORLD, world.cpu_group, world.data_group, *world.mesh.get_all_groups()]
+    return {group._get_backend(torch.device("cpu")).options._timeout for group in groups if group is not None}
+
+
+def train_timed(slow_ranks: tuple[int, ...], minutes: float) -> Timed:
+    config = small.make_config(n_epochs=1, val_every_minutes=minutes, val_every_n_epochs=None, devices=DEVICES)
+    with Timed(config, slow_ranks) as trainer:
+        trainer.fit()
+        return trainer
+
+
+@pytest.mark.parametrize(("minutes", "steps"), [(1.0, [2, 4, 6, 8, 10, 12]), (5.0, [6, 12]), (5.5, [7])])
+def test_minutes_between_validations_are_minutes(minutes: float, steps: list[int]) -> None:
+    """The clock is read before a step that takes a minute, and the validation is after it."""
+    assert train_timed((0,), minutes).validated_at == steps
+
+
+def on_two_ranks() -> list[Any]:
+    found: list[Any] = [train_timed((rank,), 2.0).validated_at for rank in (0, 1)]
+    trainer = train_timed((0,), 2.0)
+    return [*found, trainer.timeouts, trainer.patience]
+
+
+def test_rank_0s_clock_decides_and_time_outs_are_long_until_the_first_step_is_done() -> None:
+    for by_rank_0, by_rank_1, time_outs, patience in run_world(on_two_ranks, 2):
+        assert by_rank_0 == [3, 6]
+        assert by_rank_1 == []
+        assert time_outs == [{timedelta(seconds=START)}] + [{timedelta(seconds=STEP)}] * 5
+        assert patience == pytest.approx([0.9 * START] + [0.9 * STEP] * 5)
+
+
+def laid() -> list[set[timedelta]]:
+    world = World(replace(DEVICES, tensor_parallel=2), shard_by_default=False)
+    found = [timeouts(world)]
+    world.first_step_is_done()
+    found.append(timeouts(world))
+    world.close()
+    return found
+
+
+def test_groups_of_a_mesh_with_ranks_that_share_data_have_the_same_time_outs() -> None:
+    assert run_world(laid, 2) == [[{timedelta(seconds=START)}, {timedelta(seconds=STEP)}]] * 2
