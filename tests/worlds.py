@@ -17,7 +17,7 @@ import tempfile
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
@@ -137,6 +137,18 @@ def run_world(
         with KeptWorld() as world:
             return world.call(function, world_size, *args, timeout=timeout)
     return kept.call(function, world_size, *args, timeout=timeout, renew=True)
+
+
+def run_each(
+    function: Callable[..., Any], world_size: int, cases: Sequence[Any], *args: Any, timeout: float = 180.0
+) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Each case with what `function(case, *args)` returns on each rank, one after the other in one world."""
+    by_rank = run_world(_call_for_each, world_size, function, cases, args, timeout=timeout)
+    return zip(cases, zip(*by_rank, strict=True), strict=True)
+
+
+def _call_for_each(function: Callable[..., Any], cases: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    return [function(case, *args) for case in cases]
 
 
 class Rank:

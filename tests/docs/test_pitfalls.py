@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.docs.pages import ROOT
 
 PAGES = (ROOT / "docs/pitfalls.md", ROOT / "docs/pitfalls/state-and-ranks.md")
-MARK = re.compile(r"pytest\.mark\.pitfall\((\d+)\)")
+MARK = re.compile(r"pytest\.mark\.pitfall\(([\d, ]+)\)")
 
 
 def entries() -> dict[int, list[str]]:
@@ -25,11 +25,15 @@ def entries() -> dict[int, list[str]]:
 def marked(path: Path) -> Iterator[tuple[str, set[int]]]:
     """Each test of a file with the numbers of its marks, those of the whole file too."""
     tree = ast.parse(path.read_text())
-    of_file = {int(n) for node in tree.body if isinstance(node, ast.Assign) for n in MARK.findall(ast.unparse(node))}
+    of_file = set[int]().union(*(numbers(ast.unparse(node)) for node in tree.body if isinstance(node, ast.Assign)))
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-            decorators = "\n".join(map(ast.unparse, node.decorator_list))
-            yield node.name, of_file | {int(n) for n in MARK.findall(decorators)}
+            yield node.name, of_file.union(*(numbers(ast.unparse(decorator)) for decorator in node.decorator_list))
+
+
+def numbers(source: str) -> set[int]:
+    """Those of the marks in `source`: `pitfall(2)`, `pitfall(2, 6)`."""
+    return {int(number) for several in MARK.findall(source) for number in several.split(",")}
 
 
 def marks() -> dict[str, set[int]]:

@@ -67,9 +67,19 @@ class Case:
     def alone(self) -> "Case":
         """The same training in one process."""
         assert not self.uneven  # which one process cannot do
-        kept = ("blocks", "experts", "short", "packed", "precision", "poisoned", "clip", "steps", "changing", "seldom")
-        accumulation = self.accumulation if self.changing or self.seldom else 1
-        return Case(**{name: getattr(self, name) for name in kept}, accumulation=accumulation)
+        return Case(
+            blocks=self.blocks,
+            experts=self.experts,
+            short=self.short,
+            packed=self.packed,
+            precision=self.precision,
+            poisoned=self.poisoned,
+            clip=self.clip,
+            steps=self.steps,
+            changing=self.changing,
+            seldom=self.seldom,
+            accumulation=self.accumulation if self.changing or self.seldom else 1,
+        )
 
 
 class Block(nn.Module):
@@ -249,25 +259,22 @@ def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
     )
 
 
-def train(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    return fit_each((Trained(config_of(case)) for case in cases), found_in)
-
-
-def found_in(trainer: Trained) -> dict[str, Any]:
-    steps = trainer.config.case.steps
-    return {
-        "losses": [trainer.logged[step]["train/loss"] for step in range(1, steps + 1)],
-        "norms": trainer.norms,
-        "val": trainer.logged[steps]["val/loss"],
-        "skipped": trainer.skipped_steps,
-        "said": trainer.said,
-        "scale": (scale := trainer._runtime.accumulation.loss_scale) and scale.state_dict(),
-        "loads": {name: v for name, v in trainer.logged[steps].items() if "_load" in name},
-        "biases": {n: b.clone() for n, b in trainer.model.named_buffers() if n.endswith("balance_bias")},
-        "start": trainer.initial,
-        "weights": weights_of(trainer),
-        "predicted": trainer.predict(DistributedDataLoader(Rows(5), 3, drop_last=False)),
-    }
+def train(case: Case) -> dict[str, Any]:
+    with Trained(config_of(case)) as trainer:
+        trainer.fit()
+        return {
+            "losses": [trainer.logged[step]["train/loss"] for step in range(1, case.steps + 1)],
+            "norms": trainer.norms,
+            "val": trainer.logged[case.steps]["val/loss"],
+            "skipped": trainer.skipped_steps,
+            "said": trainer.said,
+            "scale": (scale := trainer._runtime.accumulation.loss_scale) and scale.state_dict(),
+            "loads": {name: v for name, v in trainer.logged[case.steps].items() if "_load" in name},
+            "biases": {n: b.clone() for n, b in trainer.model.named_buffers() if n.endswith("balance_bias")},
+            "start": trainer.initial,
+            "weights": weights_of(trainer),
+            "predicted": trainer.predict(DistributedDataLoader(Rows(5), 3, drop_last=False)),
+        }
 
 
 def travel(hops: Sequence[tuple[Case, int]], experiment: str) -> list[dict[str, Any]]:

@@ -11,14 +11,13 @@ import torch
 
 import dream_trainer as dt
 from tests.api import ConfigError, HookError
-from tests.trainer.small import Built, Validates, batches, by_hand, filled_network, sgd, weights
+from tests.trainer.small import Built, Validates, batches, by_hand, filled_network, fit, run_config, sgd, weights
 
 MIXINS = [dt.SetupMixin, dt.FSDPMixin, dt.EvalMixin, dt.CheckpointMixin, dt.LoggerMixin]
 CONFIGS = [dt.SetupConfigMixin, dt.FSDPConfigMixin, dt.EvalConfigMixin, dt.CheckpointConfigMixin, dt.LoggerConfigMixin]
 # What SetupMixin calls only if the config asks for it: all orders of all mixins would be too many to build.
 PARALLEL = [dt.SetupMixin, dt.FSDPMixin, dt.TensorParallelMixin, dt.ActivationCheckpointingMixin, dt.CompileMixin]
 SUBSETS = [subset for size in range(6) for subset in itertools.combinations(range(5), size)]
-NAMES = {"project": "p", "group": "g", "experiment": "e"}
 
 
 class Algorithm(Validates, Built):
@@ -45,18 +44,13 @@ def assert_as_by_hand(trainer: Any) -> None:
 
 def make_config(subset: tuple[int, ...]) -> Any:
     cls = dataclass(kw_only=True)(type("Config", (dt.BaseTrainerConfig, *(CONFIGS[i] for i in subset)), {}))
-    return cls(
-        **NAMES,
-        training_parameters=dt.TrainingParameters(n_epochs=2),
-        device_parameters=dt.DeviceParameters(device="cpu"),
-    )
+    devices, training = dt.DeviceParameters(device="cpu"), dt.TrainingParameters(n_epochs=2)
+    return cls(project="p", group="g", experiment="e", device_parameters=devices, training_parameters=training)
 
 
 @pytest.mark.parametrize("subset", SUBSETS, ids=lambda s: "+".join(MIXINS[i].__name__ for i in s) or "alone")
 def test_every_subset_of_mixins_trains_like_the_loop_by_hand(subset: tuple[int, ...]) -> None:
-    trainer = type("T", (Algorithm, dt.BaseTrainer, *(MIXINS[i] for i in subset)), {})(make_config(subset))
-    with trainer:
-        trainer.fit()
+    trainer = fit(type("T", (Algorithm, dt.BaseTrainer, *(MIXINS[i] for i in subset)), {})(make_config(subset)))
     assert_as_by_hand(trainer)
     assert trainer.global_step == 8
 
@@ -72,19 +66,12 @@ def test_bases_in_every_order_build_the_same_trainer() -> None:
 
 
 def test_parallel_mixins_in_every_order_build_the_same_trainer_and_it_trains() -> None:
-    config = dt.DreamTrainerConfig(
-        **NAMES,
-        training_parameters=dt.TrainingParameters(n_epochs=2),
-        device_parameters=dt.DeviceParameters(device="cpu"),
-        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False),
-    )
+    config = run_config(training_parameters=dt.TrainingParameters(n_epochs=2))
     trainers = [
         type("T", (Algorithm, dt.BaseTrainer, *order), {})(config) for order in itertools.permutations(PARALLEL)
     ]
     assert len({trainer.describe() for trainer in trainers}) == 1
-    with trainers[-1] as trainer:
-        trainer.fit()
-    assert_as_by_hand(trainer)
+    assert_as_by_hand(fit(trainers[-1]))
 
 
 @pytest.mark.parametrize("mixin", [*MIXINS[1:], *PARALLEL[2:], dt.LocalSGDMixin], ids=lambda mixin: mixin.__name__)
@@ -117,23 +104,6 @@ def test_building_a_trainer_has_no_side_effects(tmp_path: Path) -> None:
     assert not torch.distributed.is_initialized()
     assert list(tmp_path.iterdir()) == []
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.pitfall(51)
-def test_importing_one_mixin_imports_no_other_and_no_optional_package() -> None:
-    import subprocess
-    import sys
-
-    code = (
-        "import sys; from dream_trainer.trainer.mixins import SetupMixin\n"
-        "loaded = set(sys.modules)\n"
-        "names = 'fsdp tensor_parallel activation_checkpointing compile evaluation checkpoint logger'.split()\n"
-        "others = {f'dream_trainer.trainer.mixins.{n}' for n in names} | {'torch.distributed.tensor.parallel'}\n"
-        "bad = (others | {'wandb', 'torchmetrics', 'tensorboard', 'matplotlib', 'rich', 'tyro'}) & loaded\n"
-        "assert not bad, bad"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_hooks_that_only_setup_mixin_calls_are_said_once_where_it_is_missing(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,6 +17,7 @@ from tests.worlds import run_world
 
 pytestmark = pytest.mark.usefixtures("late_norms")
 READING_WAITS = nonfinite.reading_waits
+NAN, INF = float("nan"), float("inf")
 
 
 @pytest.fixture(params=["fused AdamW", "fused AdamW on a CPU", "SGD"])
@@ -59,7 +60,7 @@ def train(make_optimizer: Any, poison: dict[int, tuple[float, int]], count: int 
 def test_raise_names_the_step_and_leaves_the_weights_of_before_it_whatever_runs_after(make_optimizer: Any) -> None:
     skips_late = make_optimizer is small.fused_adamw and nonfinite.reading_waits is not READING_WAITS
     trainer = Bad(small.make_config(n_epochs=1), small.batches(6), make_optimizer=make_optimizer)
-    trainer.poison = {3: (float("nan"), 1)}
+    trainer.poison = {3: (NAN, 1)}
     with pytest.raises(NonFiniteError, match=r"optimizer step 4 .*on_nonfinite=\"skip\""):
         trainer.fit()
     assert trainer.global_step == (6 if skips_late else 3)
@@ -85,50 +86,42 @@ def test_raise_is_seen_before_a_validation() -> None:
 
     config = small.make_config(n_epochs=1, val_every_n_steps=3)
     trainer = Checked(config, small.batches(6), small.batches(1), make_optimizer=small.fused_adamw)
-    trainer.poison = {1: (float("nan"), 1)}
+    trainer.poison = {1: (NAN, 1)}
     with pytest.raises(NonFiniteError, match="optimizer step 2 "):
         trainer.fit()
 
 
 @pytest.mark.pitfall(14)
-def test_skip_leaves_weights_and_state_untouched_and_counts(make_optimizer: Any) -> None:
-    trainer = train(make_optimizer, {1: (float("nan"), 1), 4: (float("inf"), 1)}, on_nonfinite="skip")
+@pytest.mark.parametrize(
+    ("policy", "poison", "accumulation", "windows", "finite"),
+    [
+        ("skip", {1: (NAN, 1), 4: (INF, 1)}, 1, [[0], [2], [3], [5]], [1, 0, 1, 1, 0, 1]),
+        ("skip", {2: (NAN, 1)}, 4, [[4, 5]], [0, 1]),
+        ("retry", {3: (NAN, 2)}, 2, [[0, 1], [2, 3], [4, 5]], [1, 1, 1]),  # nothing is left of its first tries
+    ],
+)
+def test_skip_leaves_a_window_out_and_retry_runs_it_again(
+    policy: str, poison: Any, accumulation: int, windows: Any, finite: list[int], make_optimizer: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.delitem(sys.modules, "torchmetrics", raising=False)  # which most programs do not import
+    trainer = train(make_optimizer, poison, on_nonfinite=policy, gradient_accumulation_steps=accumulation)
     data = small.batches(6)
-    expected = small.by_hand([[data[i]] for i in (0, 2, 3, 5)], make_optimizer=make_optimizer)
+    expected = small.by_hand([[data[i] for i in window] for window in windows], make_optimizer=make_optimizer)
     small.assert_same_weights(small.weights(trainer.model), expected)
-    assert trainer.global_step == 6
-    assert trainer.skipped_steps == 2
-    assert [bool(torch.isfinite(norm)) for norm in trainer.kept] == [True, False, True, True, False, True]
-
-
-def test_skip_works_on_whole_windows() -> None:
-    poison = {2: (float("nan"), 1)}
-    trainer = train(small.fused_adamw, poison, count=7, on_nonfinite="skip", gradient_accumulation_steps=2)
-    data = small.batches(7)
-    expected = small.by_hand([data[0:2], data[4:6], data[6:7]], make_optimizer=small.fused_adamw)
-    small.assert_same_weights(small.weights(trainer.model), expected)
-    assert (trainer.global_step, trainer.skipped_steps) == (4, 1)
+    assert (trainer.global_step, trainer.skipped_steps) == (len(finite), finite.count(0))
+    assert (trainer.local_batches, trainer.samples_seen) == (6, 12)
+    assert [int(torch.isfinite(norm)) for norm in trainer.kept] == finite
 
 
 def test_skip_and_retry_give_up_after_too_many_in_a_row() -> None:
-    nan = float("nan")
-    in_a_row = dict.fromkeys((1, 2, 3), (nan, 1))
+    in_a_row = dict.fromkeys((1, 2, 3), (NAN, 1))
     with pytest.raises(NonFiniteError, match="max_nonfinite=2"):
         train(small.fused_adamw, in_a_row, on_nonfinite="skip", max_nonfinite=2)
-    apart = dict.fromkeys((0, 1, 3, 4), (nan, 1))
+    apart = dict.fromkeys((0, 1, 3, 4), (NAN, 1))
     assert train(small.fused_adamw, apart, on_nonfinite="skip", max_nonfinite=2).skipped_steps == 4
     with pytest.raises(NonFiniteError, match="max_nonfinite=3"):
-        train(small.fused_adamw, {2: (nan, 99)}, on_nonfinite="retry", max_nonfinite=3)
-    assert train(small.fused_adamw, {2: (nan, 3)}, on_nonfinite="retry", max_nonfinite=3).global_step == 6
-
-
-def test_retry_runs_the_window_again(make_optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "torchmetrics", raising=False)  # which most programs do not import
-    trainer = train(make_optimizer, {3: (float("nan"), 2)}, on_nonfinite="retry", gradient_accumulation_steps=2)
-    data = small.batches(6)
-    expected = small.by_hand([data[0:2], data[2:4], data[4:6]], make_optimizer=make_optimizer)
-    small.assert_same_weights(small.weights(trainer.model), expected)
-    assert (trainer.global_step, trainer.local_batches, trainer.samples_seen) == (3, 6, 12)
+        train(small.fused_adamw, {2: (NAN, 99)}, on_nonfinite="retry", max_nonfinite=3)
+    assert train(small.fused_adamw, {2: (NAN, 3)}, on_nonfinite="retry", max_nonfinite=3).global_step == 6
 
 
 def test_retry_does_not_step_the_windows_first_optimizer_twice() -> None:
@@ -146,7 +139,7 @@ def test_retry_does_not_step_the_windows_first_optimizer_twice() -> None:
             Two.tries += 1
             if Two.tries == 1:
                 for p in self.model[0].parameters():
-                    p.grad.fill_(float("nan"))
+                    p.grad.fill_(NAN)
             self.step(self.model, self.body)
             return {}
 
@@ -205,7 +198,7 @@ def test_raise_lets_no_optimizer_train_on_after_a_bad_step_if_one_of_two_cannot_
 
         def training_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
             for model, optimizer in zip((self.one, self.two), self.optimizers, strict=True):
-                factor = float("nan") if model is self.one and self.global_step == bad_step else 1.0
+                factor = NAN if model is self.one and self.global_step == bad_step else 1.0
                 self.backward(mse_loss(model(batch[0]), batch[1]) * factor)
                 self.step(model, optimizer)
             return {}
@@ -235,7 +228,7 @@ def skip_and_retry() -> list[Any]:
     for cls, make_optimizer, policy in ON_RANKS:
         loader = DistributedDataLoader(small.Samples(16), 2)
         trainer = cls(small.make_config(n_epochs=1, on_nonfinite=policy), loader, make_optimizer=make_optimizer)
-        trainer.poison = {1: (float("nan"), 1)}
+        trainer.poison = {1: (NAN, 1)}
         raises = pytest.raises(NonFiniteError, match="optimizer step 2 is nan")
         with trainer:
             # Rank 1 alone sees it, and yet both raise, at the same step: nobody has to end the other.
@@ -290,7 +283,7 @@ def test_a_window_that_runs_again_counts_once_in_metrics_and_in_batch_norms_stat
             self.both.update(float(batch_idx))
             if batch_idx == 1 and self.poison:
                 self.poison -= 1
-                loss = loss * float("nan")
+                loss = loss * NAN
             self.backward(loss)
             self.step(self.model, self.optimizer)
             return {}

@@ -105,8 +105,7 @@ def two_ranks(directory: Path) -> list[TwoRanks]:
     return run_world(train_on_two, 2, str(directory))
 
 
-@pytest.mark.pitfall(63)
-@pytest.mark.pitfall(96)
+@pytest.mark.pitfall(63, 96)
 @pytest.mark.parametrize(
     ("name", "kind"), [*((name, "Sharded") for name in ON_SHARDS), *((name, "Replicated") for name in ON_REPLICAS)]
 )

@@ -15,7 +15,7 @@ from tests.api import ConfigError, DistributedDataLoader, HookError, lay_mesh_am
 from tests.trainer.arithmetic import full, same_bits
 from tests.trainer.rows_axis import RowsConfig, RowsMixin, Table
 from tests.trainer.small import Built, run_config, train_by_hand
-from tests.worlds import run_world
+from tests.worlds import run_each, run_world
 
 STEPS, BATCH, LENGTH, ROWS, WIDTH, CLIP = 6, 8, 4, 12, 8, 0.05
 IDS = torch.randint(ROWS, (STEPS * BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(7))
@@ -78,29 +78,24 @@ def config_of(ranks: int, steps: int = STEPS, *, shard: Any = "auto", accumulati
     )
 
 
-def train(configs: list[RowsConfig], directory: Path | None = None) -> list[dict[str, Any]]:
-    results = []
-    for config in configs:
-        with Trained(config) as trainer:
-            description = trainer.describe()
-            trainer.fit()
-            if directory is not None:
-                trainer.export(directory, overwrite=True)
-            with trainer.gathered(trainer.model), torch.no_grad():
-                alone = float(loss_of(trainer.model, IDS)) if trainer.world.is_main else None
-            results.append(
-                {
-                    "start": trainer.initial,
-                    "norms": trainer.norms,
-                    "state": state_of(trainer),
-                    "val/loss": trainer.evaluate()["val/loss"],
-                    "alone": alone,
-                    "rows": trainer.first_rows,
-                    "before launch": description,
-                    "description": trainer.describe(),
-                }
-            )
-    return results
+def train(config: RowsConfig, directory: Path | None = None) -> dict[str, Any]:
+    with Trained(config) as trainer:
+        description = trainer.describe()
+        trainer.fit()
+        if directory is not None:
+            trainer.export(directory, overwrite=True)
+        with trainer.gathered(trainer.model), torch.no_grad():
+            alone = float(loss_of(trainer.model, IDS)) if trainer.world.is_main else None
+        return {
+            "start": trainer.initial,
+            "norms": trainer.norms,
+            "state": state_of(trainer),
+            "val/loss": trainer.evaluate()["val/loss"],
+            "alone": alone,
+            "rows": trainer.first_rows,
+            "before launch": description,
+            "description": trainer.describe(),
+        }
 
 
 def by_hand(start: dict[str, Tensor]) -> dict[str, Any]:
@@ -123,9 +118,9 @@ def assert_as_by_hand(result: dict[str, Any], start: dict[str, Tensor]) -> None:
 
 def test_rows_on_two_ranks_are_trained_saved_and_exported_as_on_one(tmp_path: Path) -> None:
     cases = [config_of(2, shard=1), config_of(2, shard=1, accumulation=2), config_of(2)]
-    (alone,) = train([config_of(1)])
+    alone = train(config_of(1))
     assert_as_by_hand(alone, alone["start"])
-    for ranks in zip(*run_world(train, 2, cases, tmp_path / "model"), strict=True):
+    for _, ranks in run_each(train, 2, cases, tmp_path / "model"):
         for result in ranks:
             assert result["rows"] == ROWS // 2
             assert_as_by_hand(result, alone["start"])
@@ -137,23 +132,22 @@ def test_rows_on_two_ranks_are_trained_saved_and_exported_as_on_one(tmp_path: Pa
 
 @pytest.mark.slow
 def test_rows_on_two_of_four_ranks_beside_shards_and_replicas() -> None:
-    (alone,) = train([config_of(1)])
+    alone = train(config_of(1))
     cases = [config_of(2), config_of(2, shard=1), config_of(2, shard=2), config_of(4)]
-    for ranks in zip(*run_world(train, 4, cases), strict=True):
+    for _, ranks in run_each(train, 4, cases):
         for result in ranks:
             assert_as_by_hand(result, alone["start"])
 
 
 def test_a_run_goes_on_to_the_bit_on_its_ranks_and_within_rounding_on_one() -> None:
-    unbroken = run_world(train, 2, [config_of(2)])[0][0]
+    unbroken, _ = run_world(train, 2, config_of(2))
     first = config_of(2, 3)
-    run_world(train, 2, [replace(first, experiment="broken")])
-    on_two = replace(config_of(2), experiment="broken")
-    moved = run_world(train, 2, [on_two])[0][0]
+    run_world(train, 2, replace(first, experiment="broken"))
+    moved, _ = run_world(train, 2, replace(config_of(2), experiment="broken"))
     assert len(moved["norms"]) == STEPS - 3
     assert same_bits(moved["state"], unbroken["state"])
-    run_world(train, 2, [replace(first, experiment="elsewhere")])
-    (alone,) = train([replace(config_of(1), experiment="elsewhere")])
+    run_world(train, 2, replace(first, experiment="elsewhere"))
+    alone = train(replace(config_of(1), experiment="elsewhere"))
     assert len(alone["norms"]) == STEPS - 3
     torch.testing.assert_close(alone["state"], unbroken["state"], rtol=1e-10, atol=1e-10)
 

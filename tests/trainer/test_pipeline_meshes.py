@@ -9,7 +9,7 @@ import torch
 from tests.api import INITIAL_SCALE
 from tests.trainer.arithmetic import same_bits
 from tests.trainer.meshes import Case, assert_as_alone, train, travel, united
-from tests.worlds import run_world
+from tests.worlds import run_each, run_world
 
 WORLD_4 = [
     Case(2, tp=2, plan="dtensors", loss_parallel=True, steps=3),
@@ -37,16 +37,13 @@ RECOMPUTED_4 = [
     Case(2, cp=2, schedule="ZBVZeroBubble", compile=True, recompute="full", shard="auto", blocks=4),
 ]
 FURTHER_4 = [
-    Case(2, dp=2, ep=2, experts=True),
     Case(2, tp=2, accumulation=2, changing=True),
     Case(2, tp=2, plan="layers", recompute="selective", loss_parallel=True),
     Case(2, tp=2, plan="dtensors", schedule="GPipe", accumulation=2),
     Case(2, tp=2, poisoned=True, clip=None),
     Case(2, cp=2, recompute="full", accumulation=2),
-    Case(2, cp=2, shard="auto", schedule="GPipe"),
     Case(2, cp=2, compile=True, recompute="selective", attention="ulysses", short=True),
     Case(2, dp=2, ep=2, experts=True, accumulation=2, recompute="full"),
-    Case(2, cp=2, ep=2, experts=True),
 ]
 
 
@@ -60,16 +57,14 @@ FURTHER_4 = [
     ],
 )
 def test_training_in_stages_of_shared_layers_sequences_and_experts_equals_one_process(cases: list[Case]) -> None:
-    kinds = list(dict.fromkeys(case.alone for case in cases))
-    alone = dict(zip(kinds, train(kinds), strict=True))
-    by_rank = run_world(train, cases[0].world_size, cases, timeout=60.0 * (1 + len(cases)))
-    for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
+    alone = {case: train(case) for case in {case.alone for case in cases}}
+    for case, ranks in run_each(train, cases[0].world_size, cases, timeout=60.0 * (1 + len(cases))):
         assert_as_alone(case, ranks, alone[case.alone])
 
 
 def test_ranks_that_share_experts_may_have_shapes_of_their_own() -> None:
     case = Case(2, dp=2, ep=2, experts=True, uneven=True, steps=2)
-    for (rank,) in run_world(train, 4, [case]):
+    for rank in run_world(train, 4, case):
         assert len(rank["norms"]) == case.steps
 
 
@@ -169,11 +164,9 @@ FURTHER_HALF = [
 
 @pytest.mark.parametrize("cases", [HALF, pytest.param(FURTHER_HALF, marks=pytest.mark.slow)])
 def test_half_precision_in_stages_is_that_of_one_process(cases: list[Case]) -> None:
-    kinds = list(dict.fromkeys(case.alone for case in cases))
-    kinds += list(dict.fromkeys(replace(kind, precision="fp32") for kind in kinds))
-    alone = dict(zip(kinds, train(kinds), strict=True))
-    by_rank = run_world(train, 4, cases)
-    for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
+    halves = {case.alone for case in cases}
+    alone = {case: train(case) for case in halves | {replace(half, precision="fp32") for half in halves}}
+    for case, ranks in run_each(train, 4, cases):
         half, exact = alone[case.alone], alone[replace(case.alone, precision="fp32")]
         assert [rank["skipped"] for rank in ranks] == 4 * [half["skipped"]] == 4 * [int(case.poisoned)]
         scale = {"scale": INITIAL_SCALE / 2, "windows": case.steps - 2} if case.precision == "fp16" else None

@@ -1,9 +1,9 @@
-"""Several trained models in one pipeline: those with blocks in stages of their own, small ones whole on each rank."""
+"""Several trained models in one pipeline: those with blocks in stages of their own, small ones whole on each
+rank, where their losses change what a loop by hand does."""
 
-import os
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +12,14 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.data import DataLoader, TensorDataset
 
-from tests.api import EMA, ConfigError, StepError, even_stages, mesh_lines, stages_of_models
+import dream_trainer as dt
+from dream_trainer.parallel.pipeline_stages import keep_only, number_lists
+from tests.api import EMA, ConfigError, NumberedAsWhole, StepError, even_stages, mesh_lines, stages_of_models
 from tests.trainer.arithmetic import full
-from tests.trainer.small import fit_each, weights
+from tests.trainer.small import fit, run_config, train_by_hand, weights
 from tests.trainer.stages import (
     BATCH,
     BLOCKS,
@@ -32,7 +36,7 @@ from tests.trainer.stages import (
     mean_loss,
     united,
 )
-from tests.worlds import run_world
+from tests.worlds import run_each, run_world
 
 
 @dataclass(frozen=True)
@@ -145,13 +149,11 @@ def state_of(trainer: Several) -> dict[str, Tensor]:
     return state
 
 
-def train(cases: list[Case], directory: str) -> list[dict[str, Any]]:
-    def found_in(trainer: Several) -> dict[str, Any]:
+def train(case: Case) -> dict[str, Any]:
+    with Several(config_of(case)) as trainer:
+        trainer.fit()
         found = {"norms": trainer.norms, "start": trainer.initial, "weights": weights_of(trainer)}
         return found | {"logged": trainer.logged, "described": mesh_lines(trainer._runtime)}
-
-    os.chdir(directory)
-    return fit_each((Several(config_of(case)) for case in cases), found_in)
 
 
 def by_hand(case: Case, start: dict[str, Tensor]) -> dict[str, Any]:
@@ -210,30 +212,27 @@ WORLD_4 = [
 ]
 
 
-def check(cases: list[Case], ranks_of_case: list[tuple[dict[str, Any], ...]]) -> None:
-    for case, ranks in zip(cases, ranks_of_case, strict=True):
-        expected = by_hand(case, united([rank["start"] for rank in ranks]))
-        for rank in ranks:
-            assert rank["norms"] == pytest.approx(expected["norms"], rel=1e-10), case
-            names = [f"{name} in training" for name in ("model", "reader", "critic")]
-            found = [[rank["logged"][step][name] for name in names] for step in range(1, STEPS + 1)]
-            assert found == [pytest.approx(losses, rel=1e-10) for losses in expected["losses"]], case
-        for name, value in united([rank["weights"] for rank in ranks]).items():
-            whole = {"model.head.weight": "model.embedding.weight", "reader.last.weight": "reader.first.weight"}
-            of_whole = whole.get(name, name) if case.tied else name
-            wanted = expected["weights"][of_whole]
-            torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-10, msg=f"{case}: {name}")
-        assert "| critic | - | each | all |" in ranks[0]["described"]
-        assert ("| reader | - | each | all |" in ranks[0]["described"]) is (case.layers < 4)
+def check(case: Case, ranks: tuple[dict[str, Any], ...]) -> None:
+    expected = by_hand(case, united([rank["start"] for rank in ranks]))
+    for rank in ranks:
+        assert rank["norms"] == pytest.approx(expected["norms"], rel=1e-10), case
+        names = [f"{name} in training" for name in ("model", "reader", "critic")]
+        found = [[rank["logged"][step][name] for name in names] for step in range(1, STEPS + 1)]
+        assert found == [pytest.approx(losses, rel=1e-10) for losses in expected["losses"]], case
+    for name, value in united([rank["weights"] for rank in ranks]).items():
+        whole = {"model.head.weight": "model.embedding.weight", "reader.last.weight": "reader.first.weight"}
+        wanted = expected["weights"][whole.get(name, name) if case.tied else name]
+        torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-10, msg=f"{case}: {name}")
+    assert "| critic | - | each | all |" in ranks[0]["described"]
+    assert ("| reader | - | each | all |" in ranks[0]["described"]) is (case.layers < 4)
 
 
-def hop(case: Case, max_steps: int, directory: str) -> dict[str, Any]:
-    os.chdir(directory)
-    with Several(config_of(case, "hops", saves=True, callbacks=[EMA(decay=0.5)], max_steps=max_steps)) as trainer:
+def hop(case: Case, experiment: str, max_steps: int) -> dict[str, Any]:
+    with Several(config_of(case, experiment, saves=True, callbacks=[EMA(decay=0.5)], max_steps=max_steps)) as trainer:
         trainer.fit()
         averages = {name: full(value) for name, value in trainer.get_callback(EMA).checkpoint_tensors().items()}
         for name in ("reader", "critic"):
-            trainer.export(f"{name}-{max_steps}.safetensors", model=name)
+            trainer.export(f"{experiment}-{name}-{max_steps}.safetensors", model=name)
         validated = {key: value for key, value in trainer.logged[max_steps].items() if "validation" in key}
         return {"state": state_of(trainer), "averages": averages, "norms": trainer.norms, "validated": validated}
 
@@ -267,9 +266,7 @@ class Careless(Several):
 
 
 def be_careless() -> dict[str, str]:
-    with Careless(config_of(Case(2, clip=None), max_steps=1, val_every_n_epochs=None)) as trainer:
-        trainer.fit()
-        return trainer.told
+    return fit(Careless(config_of(Case(2, clip=None), max_steps=1, val_every_n_epochs=None))).told
 
 
 def test_losses_through_two_models_in_stages_are_refused() -> None:
@@ -305,10 +302,6 @@ def test_models_that_cannot_be_cut_are_named_with_what_to_do() -> None:
         cut(2)
 
 
-def train_and_hop(cases: list[Case], directory: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    return train(cases, directory), hop(Case(2, cases[0].dp, cases[0].shard, tied=True), 3, directory)
-
-
 @pytest.mark.parametrize(
     "cases",
     [
@@ -317,14 +310,12 @@ def train_and_hop(cases: list[Case], directory: str) -> tuple[list[dict[str, Any
         pytest.param(WORLD_4, id="4 ranks", marks=pytest.mark.slow),
     ],
 )
-def test_several_models_are_trained_and_kept_as_in_one_process(cases: list[Case], tmp_path: Path) -> None:
-    first = hop(Case(tied=True), 2, str(tmp_path))
-    by_rank = run_world(train_and_hop, cases[0].world_size, cases, str(tmp_path))
-    check(cases, list(zip(*(results for results, _ in by_rank), strict=True)))
-    hops = [hopped for _, hopped in by_rank]
-    last = hop(Case(tied=True), 4, str(tmp_path))
-    (tmp_path / "unbroken").mkdir()
-    unbroken = hop(Case(tied=True), 4, str(tmp_path / "unbroken"))
+def test_several_models_are_trained_and_kept_as_in_one_process(cases: list[Case]) -> None:
+    for case, ranks in run_each(train, cases[0].world_size, cases):
+        check(case, ranks)
+    first = hop(Case(tied=True), "hops", 2)
+    hops = run_world(hop, cases[0].world_size, Case(2, cases[0].dp, cases[0].shard, tied=True), "hops", 3)
+    last, unbroken = (hop(Case(tied=True), experiment, 4) for experiment in ("hops", "unbroken"))
     assert [*first["norms"], *hops[0]["norms"], *last["norms"]] == pytest.approx(unbroken["norms"], rel=1e-10)
     assert last["validated"] == pytest.approx(unbroken["validated"], rel=1e-10)
     assert len(last["validated"]) == 3
@@ -332,5 +323,136 @@ def test_several_models_are_trained_and_kept_as_in_one_process(cases: list[Case]
         torch.testing.assert_close(last[kind], unbroken[kind], rtol=1e-9, atol=1e-9)
     state = united([hopped["state"] for hopped in hops])
     for name in ("reader", "critic"):
-        for key, value in load_file(tmp_path / f"{name}-3.safetensors").items():
+        for key, value in load_file(f"hops-{name}-3.safetensors").items():
             assert torch.equal(value, state[f"{name}.{key}"])
+
+
+ROUNDS, SIZE, PARTS = 3, 8, 4
+CRITICS = {
+    "plain": lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)),
+    "batch norm": lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)),
+    "spectral norm": lambda: nn.Sequential(spectral_norm(nn.Linear(4, 8)), nn.ReLU(), spectral_norm(nn.Linear(8, 1))),
+}
+State = dict[str, Tensor]
+
+
+class Generator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def models(kind: str) -> tuple[nn.Module, nn.Module]:
+    return Generator().double(), CRITICS[kind]().double()
+
+
+def data() -> Tensor:
+    return torch.randn(ROUNDS * SIZE, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def fooled(given: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(given, torch.ones_like(given))
+
+
+class Adversaries(dt.DreamTrainer):
+    """The critic is stepped before the loss of the generator, which runs it once more."""
+
+    kind: str
+
+    def configure_models(self) -> None:
+        self.generator, self.critic = models(self.kind)
+
+    def configure_dataloaders(self) -> tuple[Any, None]:
+        return DataLoader(TensorDataset(data()), SIZE), None
+
+    def configure_optimizers(self) -> None:
+        self.generator_optimizer = torch.optim.SGD(self.generator.parameters(), lr=0.1)
+        self.critic_optimizer = torch.optim.SGD(self.critic.parameters(), lr=0.1)
+        self.norms: list[float] = []
+        self.initial = deepcopy((self.critic.state_dict(), self.generator.state_dict()))
+
+    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> dict[str, Any]:
+        (noise,) = batch
+        loss = fooled(self.critic(noise))
+        # Autograd's own is no way that docs show, and what is there is taken once.
+        loss.backward() if self.kind == "plain" else self.backward(loss)  # type: ignore[no-untyped-call]
+        self.norms.append(float(self.step(self.critic, self.critic_optimizer)))
+        with self.frozen(self.critic):
+            self.forward_backward(self.generator, (noise,), noise, lambda made, _: fooled(self.critic(made)))
+        self.norms.append(float(self.step(self.generator, self.generator_optimizer)))
+        return {}
+
+
+def train_adversaries() -> dict[str, tuple[list[float], tuple[State, State], tuple[State, State]]]:
+    results = {}
+    for kind in CRITICS:
+        config = run_config(
+            kind,
+            device_parameters=dt.DeviceParameters(device="cpu", pipeline_parallel=2),
+            pipeline_parallel_parameters=dt.PipelineParallelParameters(microbatches=PARTS),
+            training_parameters=dt.TrainingParameters(n_epochs=1, gradient_clip_norm=None),
+        )
+        with type(kind, (Adversaries,), {"kind": kind})(config) as trainer:
+            trainer.fit()
+            end = deepcopy((trainer.critic.state_dict(), trainer.generator.state_dict()))
+            results[kind] = trainer.norms, trainer.initial, end
+    return results
+
+
+def adversaries_by_hand(kind: str, of_critic: State, of_generator: State) -> tuple[list[float], State, State]:
+    generator, critic = models(kind)
+    critic.load_state_dict(of_critic)
+    generator.load_state_dict(of_generator)
+    step_generator, step_critic = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, critic))
+    norms = []
+    for noise in data().split(SIZE):
+        norms += train_by_hand(critic, step_critic, [[noise]], lambda model, part: fooled(model(part)))
+        critic.requires_grad_(False)
+        parts = noise.chunk(PARTS)
+        norms += train_by_hand(generator, step_generator, [parts], lambda model, part: fooled(critic(model(part))))
+        critic.requires_grad_(True)
+    return norms, critic.state_dict(), generator.state_dict()
+
+
+def test_a_critic_is_that_of_a_loop_by_hand_on_all_ranks() -> None:
+    ranks = run_world(train_adversaries, 2)
+    for kind in CRITICS:
+        of_ranks = [of_rank[kind] for of_rank in ranks]
+        whole = {name: value for _, (_, generator), _ in of_ranks for name, value in generator.items()}
+        expected_norms, expected_critic, expected_generator = adversaries_by_hand(kind, of_ranks[0][1][0], whole)
+        for norms, _, (critic, generator) in of_ranks:
+            assert norms == pytest.approx(expected_norms, rel=1e-9), kind
+            expected_part = {name: expected_generator[name] for name in generator}
+            for found, expected in ((dict(critic), dict(expected_critic)), (dict(generator), expected_part)):
+                torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, msg=f"{kind}: {{}}".format)
+
+
+def test_a_list_of_which_others_hold_layers_keeps_its_numbers_and_its_length() -> None:
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+    model.others = nn.ModuleList([nn.Linear(2, 2)])
+    last, new = model.blocks[3], nn.Linear(2, 2)
+    number_lists(model, [["others.0", "blocks.0", "blocks.1"], ["blocks.2", "blocks.3"]])
+    keep_only(model, ["blocks.2", "blocks.3"])
+    assert isinstance(model.blocks, NumberedAsWhole)
+    assert len(model.others) == 0
+    model.blocks[2] = new
+    assert list(model.blocks) == [new, last]
+    assert list(reversed(model.blocks)) == [last, new]
+    assert list(dict(model.named_parameters())) == [f"blocks.{n}.{kind}" for n in (2, 3) for kind in ("weight", "bias")]
+    with pytest.raises(IndexError, match=r"blocks\[0\] is in stage 0"):
+        model.blocks[0] = new
+    for change in (
+        lambda: model.blocks.append(new),
+        lambda: model.blocks.extend([new]),
+        lambda: model.blocks.insert(0, new),
+        lambda: model.blocks.pop(2),
+    ):
+        with pytest.raises(StepError, match="none can be added or removed"):
+            change()
+    assert list(model.blocks) == [new, last]

@@ -1,5 +1,7 @@
-"""A pipeline changes where layers are and nothing else: weights, losses, metrics and checkpoints are one process's."""
+"""A pipeline changes where layers are and nothing else: weights, losses, metrics and checkpoints are one process's,
+and so are casts, loss scale and skipped steps of half precision."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -7,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.api import DistributedDataLoader, ranks_of_stages
+from tests.api import INITIAL_SCALE, WEIGHT_DIVISOR, DistributedDataLoader, ranks_of_stages
 from tests.trainer import stages
-from tests.trainer.small import Sent, fit_each
-from tests.worlds import run_world
+from tests.trainer.arithmetic import same_bits
+from tests.trainer.small import Sent, fit
+from tests.worlds import run_each, run_world
 
 WORLD_2 = [
     stages.Case(2),
@@ -74,13 +77,12 @@ def formula(case: stages.Case, rank: int) -> int:
     return 8 * microbatches * rows * stages.LENGTH * stages.WIDTH * sum(here == rank != there for here, there in ends)
 
 
-def train(cases: list[stages.Case]) -> list[dict[str, Any]]:
-    def found_in(trainer: Observed) -> dict[str, Any]:
+def train(case: stages.Case) -> dict[str, Any]:
+    with Observed(stages.config_of(case)) as trainer:
+        trainer.fit()
         predicted = trainer.predict(DistributedDataLoader(stages.Rows(13), 4, drop_last=False))
         found = {"predicted": predicted, "mesh": trainer.describe(), "sent": vars(trainer).get("sent")}
         return stages.result_of(trainer) | found
-
-    return fit_each((Observed(stages.config_of(case)) for case in cases), found_in)
 
 
 @pytest.mark.parametrize(
@@ -94,10 +96,10 @@ def train(cases: list[stages.Case]) -> list[dict[str, Any]]:
     ],
 )
 def test_training_in_stages_equals_a_loop_written_by_hand(cases: list[stages.Case]) -> None:
-    (alone,) = run_world(train, 1, [stages.Case(frozen=frozen) for frozen in (False, True)])
-    by_rank = run_world(train, cases[0].world_size, cases)
-    for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
-        start = alone[case.frozen]["start"]
+    alone = run_each(train, 1, [stages.Case(), stages.Case(frozen=True)])
+    starts = {case.frozen: found["start"] for case, (found,) in alone}
+    for case, ranks in run_each(train, cases[0].world_size, cases):
+        start = starts[case.frozen]
         assert all(0 < len(result["start"]) < len(start) for result in ranks)
         found = stages.united([result["start"] for result in ranks])
         assert found.keys() == start.keys()
@@ -138,17 +140,16 @@ def stretch(module: torch.nn.Module, args: tuple[Tensor]) -> None:
     args[0][:, 0] += 1
 
 
-def train_shifting(cases: list[stages.Case]) -> list[dict[str, Any]]:
-    return fit_each(
-        (Shifting(stages.config_of(case, max_steps=2)) for case in cases),
-        lambda trainer: stages.result_of(trainer) | {"shifted": trainer.shifted},
-    )
+def train_shifting(case: stages.Case) -> dict[str, Any]:
+    with Shifting(stages.config_of(case, max_steps=2)) as trainer:
+        trainer.fit()
+        return stages.result_of(trainer) | {"shifted": trainer.shifted}
 
 
 def test_a_stage_may_change_its_inputs_in_place() -> None:
-    ((alone,),) = run_world(train_shifting, 1, [stages.Case()])
+    (alone,) = run_world(train_shifting, 1, stages.Case())
     cases = [stages.Case(2), stages.Case(2, schedule="ZBVZeroBubble")]  # where a rank hands on to itself
-    for case, *ranks in zip(cases, *run_world(train_shifting, 2, cases), strict=True):
+    for case, ranks in run_each(train_shifting, 2, cases):
         assert ranks[0]["shifted"] == [True, True]
         stages.assert_trained(ranks, alone, case)
 
@@ -172,9 +173,8 @@ class Drawing(stages.Trained):
 
 
 def draw() -> tuple[list[float], list[Tensor]]:
-    with Drawing(stages.config_of(stages.Case(2, dropout=0.3), max_steps=2)) as trainer:
-        trainer.fit()
-        return trainer.drawn, trainer.dropped
+    trainer = fit(Drawing(stages.config_of(stages.Case(2, dropout=0.3), max_steps=2)))
+    return trainer.drawn, trainer.dropped
 
 
 def test_dropout_is_of_each_stages_own_and_steps_draw_alike() -> None:
@@ -182,3 +182,104 @@ def test_dropout_is_of_each_stages_own_and_steps_draw_alike() -> None:
     assert drawn == others
     assert all(dropped.any() for dropped in first)
     assert not any(map(torch.equal, first, last))
+
+
+OVERFLOWING = stages.Case(2, precision="fp16")
+HALF = [
+    stages.Case(2, precision="bf16", clip=None),
+    stages.Case(2, precision="bf16", clip=None, schedule="GPipe", recompute="full", weighted=False, microbatches=8),
+    stages.Case(2, precision="fp16", clip=None, schedule="ZBVZeroBubble", weighted=False),
+    OVERFLOWING,
+]
+SHARDED = stages.Case(2, dp=2, shard="auto", precision="bf16", clip=None)
+
+
+class Half(stages.Trained):
+    def configure_optimizers(self) -> None:
+        super().configure_optimizers()
+        if self.config.case == OVERFLOWING and self.model.embedding is not None:  # of one stage alone
+            self.model.embedding.weight.register_hook(lambda grad: grad + torch.inf if self.global_step == 1 else grad)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        factor = 2.0**40 if self.config.case == OVERFLOWING and self.global_step == 2 else 1.0
+        weight = stages.count if self.config.case.weighted else None
+        tokens, labels = batch
+        with sent_by_stages() as sent:
+            loss = self.forward_backward(
+                self.model,
+                (tokens,),
+                labels,
+                lambda scores, labels: stages.mean_loss(scores, labels) * factor,
+                weight=weight,
+            )
+        if not self.is_accumulating_gradients:
+            self.sent = sent.n_bytes
+            self.norms.append(float(self.step(self.model, self.optimizer)))
+        return {"loss": loss}
+
+
+def train_half(case: stages.Case) -> dict[str, Any]:
+    with Half(stages.config_of(case, val_every_n_epochs=None)) as trainer:
+        trainer.fit()
+        return stages.result_of(trainer) | {"sent": trainer.sent, "skipped": trainer.skipped_steps}
+
+
+def by_hand(case: stages.Case, start: dict[str, Tensor]) -> dict[str, Any]:
+    model, dtype = stages.Model(case), torch.bfloat16 if case.precision == "bf16" else torch.float16
+    model.load_state_dict(start, strict=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data, n_parts = stages.Rows(stages.BATCH * stages.STEPS), case.microbatches or 2 * case.pp
+    scale = 1.0 if case.precision == "bf16" else INITIAL_SCALE / (WEIGHT_DIVISOR if case.weighted else 1)
+    losses, norms, skipped = [], [], 0
+    for step in range(stages.STEPS):
+        rows, total, loss_sum = slice(step * stages.BATCH, (step + 1) * stages.BATCH), 0.0, 0.0
+        factor = 2.0**40 if case == OVERFLOWING and step == 2 else 1.0
+        for tokens, labels in zip(data.tokens[rows].chunk(n_parts), data.labels[rows].chunk(n_parts), strict=True):
+            weight = stages.count(labels) if case.weighted else 1 / n_parts
+            with torch.autocast("cpu", dtype, cache_enabled=False):
+                loss = stages.mean_loss(model(tokens), labels) * factor * weight
+            (loss * scale).backward()
+            loss_sum, total = loss_sum + loss.item(), total + float(weight)
+        if case == OVERFLOWING and step == 1:
+            model.embedding.weight.grad += torch.inf
+        norm = torch.sqrt(sum(p.grad.double().square().sum() for p in model.parameters())) / (scale * total)
+        losses.append(loss_sum / total)
+        norms.append(float(norm))
+        clip = 1.0 if case.clip is None else torch.clamp(case.clip / (norm + 1e-6), max=1.0)
+        for p in model.parameters():
+            p.grad *= torch.as_tensor(clip / (scale * total)).to(p.grad.dtype)
+        if norm.isfinite():
+            optimizer.step()
+        else:
+            scale, skipped = scale / 2, skipped + 1
+        optimizer.zero_grad()
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    return {"losses": losses, "norms": norms, "weights": weights, "skipped": skipped}
+
+
+def test_half_precision_in_stages_is_that_of_one_process() -> None:
+    for case, ranks in run_each(train_half, 2, HALF):
+        expected = by_hand(case, stages.united([result["start"] for result in ranks]))
+        for rank, result in enumerate(ranks):
+            assert result["losses"] == pytest.approx(expected["losses"], rel=1e-6), case
+            assert result["norms"] == pytest.approx(expected["norms"], rel=1e-6, nan_ok=True), case
+            assert result["skipped"] == expected["skipped"] == (2 if case == OVERFLOWING else 0)
+            assert result["sent"] == formula(case, rank) // 2  # float32, as what autocast adds to is
+        weights = stages.united([result["weights"] for result in ranks])
+        if case.clip is None:
+            assert same_bits(weights, expected["weights"]), case
+        for name, value in expected["weights"].items():  # the clipping's norm is over stages, rounded in another order
+            torch.testing.assert_close(weights[name], value, rtol=1e-6, atol=1e-6, msg=f"{case}: {name}")
+
+
+@pytest.mark.slow
+def test_shards_in_half_precision_are_those_without_stages() -> None:
+    alone, _ = run_world(train_half, 2, replace(SHARDED, pp=1, accumulation=4))
+    ranks = run_world(train_half, 4, SHARDED)
+    for rank, result in enumerate(ranks):
+        assert result["losses"] == pytest.approx(alone["losses"], rel=1e-6)
+        assert result["norms"] == pytest.approx(alone["norms"], rel=1e-6)
+        assert result["sent"] == formula(SHARDED, rank // 2) // 4  # bfloat16, as blocks give it
+    weights = stages.united([result["weights"] for result in ranks])
+    for name, value in alone["weights"].items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-6, atol=1e-6, msg=name)

@@ -1,35 +1,53 @@
-"""Models as users have them, cut into stages: what cannot be cut is named, down to the line, with what to do."""
+"""Models as users have them, in stages: with skips, groups and parameters of several stages, which are one. What leaves
+a pipeline is the whole model, and what cannot be cut is named, with what to do."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import dream_trainer as dt
-from tests.api import ConfigError, DistributedDataLoader, even_stages, keep_only, remember_cut
-from tests.trainer.small import train_by_hand, weights
+from tests.api import (
+    EMA,
+    ConfigError,
+    DistributedDataLoader,
+    even_stages,
+    export_checkpoint,
+    keep_only,
+    load_weights,
+    remember_cut,
+)
+from tests.trainer import meshes
+from tests.trainer.arithmetic import full, same_bits
+from tests.trainer.small import fit, run_ranks, train_by_hand, weights
 from tests.trainer.stages import (
     BATCH,
     BLOCKS,
+    LENGTH,
     STEPS,
+    VOCABULARY,
+    WIDTH,
     Case,
     Model,
     Rows,
     Trained,
+    assert_trained,
     config_of,
     count,
     mean_loss,
+    reference,
     result_of,
     united,
+    weights_of,
 )
-from tests.worlds import run_world
-
-WIDTH = 8
+from tests.worlds import run_each, run_world
 
 
 class Handing(nn.Module):
@@ -52,17 +70,6 @@ class Handing(nn.Module):
         for layer in self.up:
             x, skips = layer(torch.cat((x, skips[-1]), dim=-1)).relu(), skips[:-1]
         return (x, *skips) if self.head is None else self.head(x)
-
-
-def stages_of(model: Handing) -> list[list[str]]:
-    return even_stages(model, [*model.down, *model.up], 2)
-
-
-def test_a_list_of_layers_is_empty_where_others_hold_all_of_it() -> None:
-    model = Handing()
-    keep_only(model, stages_of(model)[0])
-    assert len(model.up) == 0
-    assert model.head is None
 
 
 def numbers() -> TensorDataset:
@@ -146,23 +153,16 @@ def train_by_depth(cases: list[tuple[int, int]], directory: str) -> list[dict[st
     return results
 
 
-def summed(scores: Tensor, labels: Tensor) -> Tensor:
-    total = nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="sum")
-    return total / count(labels).clamp(min=1)
-
-
 class OnceWithoutLabels(Trained):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
         labels = torch.full_like(batch[1], -100) if batch_idx == 1 else batch[1]
-        loss = self.forward_backward(self.model, (batch[0],), labels, summed, weight=count)
+        loss = self.forward_backward(self.model, (batch[0],), labels, meshes.mean_loss, weight=count)
         self.norms += [float(loss), float(self.step(self.model, self.optimizer))]
         return {"loss": loss}
 
 
 def train_once_without_labels() -> list[float]:
-    with OnceWithoutLabels(config_of(Case(2), val_every_n_epochs=None)) as trainer:
-        trainer.fit()
-        return trainer.norms
+    return fit(OnceWithoutLabels(config_of(Case(2), val_every_n_epochs=None))).norms
 
 
 def train_all(directory: str) -> tuple[Any, Any, Any]:
@@ -254,3 +254,162 @@ def test_what_matches_nothing_in_the_whole_model_is_refused_in_each_stage(stage:
     tied.more = nn.Linear(1, 1)
     with pytest.raises(ConfigError, match="more.bias was added after the model was cut into stages"):
         dt.parameter_groups(tied, lr=1.0, weight_decay=0.1)
+
+
+CASES = [Case(2, tied=True), Case(2, tied=True, schedule="ZBVZeroBubble", weighted=False)]
+CASES += [Case(2, tied=True, schedule="Interleaved1F1B", accumulation=2, microbatches=2)]
+WORLD_4 = [Case(2, dp=2, tied=True, shard="auto"), Case(2, dp=2, tied=True), Case(4, tied=True, microbatches=4)]
+WORLD_4 += [Case(2, dp=2, tied=True, shard="auto", schedule="ZBVZeroBubble")]  # one parameter of a rank's two stages
+
+
+def averages_of(trainer: Trained) -> dict[str, Tensor]:
+    return {name: full(value) for name, value in trainer.get_callback(EMA).checkpoint_tensors().items()}
+
+
+def train(case: Case, experiment: str, steps: int) -> dict[str, Any]:
+    is_saved = experiment != "case"
+    config = config_of(case, experiment, saves=is_saved, callbacks=[EMA(decay=0.5)], max_steps=steps)
+    with Trained(config) as trainer:
+        trainer.fit()
+        found = result_of(trainer) | {"averages": averages_of(trainer)}
+        if experiment == "hops" and case.pp > 1:
+            with torch.no_grad():
+                for p in trainer.model.parameters():
+                    p.zero_()
+            load_weights(trainer.model, "alone.safetensors", optional=("scale",))
+            found["loaded"] = weights_of(trainer)
+        return found
+
+
+def check(cases: list[Case]) -> None:
+    for case, ranks in run_each(train, cases[0].world_size, cases, "case", STEPS):
+        start = {name: value for result in ranks for name, value in result["start"].items()}
+        assert torch.equal(start["embedding.weight"], start.get("head.weight", start["embedding.weight"]))
+        assert_trained(ranks, reference(case, start), case)
+        tied = [v for result in ranks for n, v in result["weights"].items() if n in ("embedding.weight", "head.weight")]
+        assert all(torch.equal(copy, tied[0]) for copy in tied)
+
+
+def test_tied_ends_are_one_parameter() -> None:
+    check(CASES)
+    (first,) = run_world(train, 1, Case(tied=True), "hops", 2)
+    save_file({n: v.contiguous() for n, v in first["weights"].items()}, "alone.safetensors")
+    for hopped in run_world(train, 2, CASES[0], "hops", 3):
+        copies = {"head.weight": "embedding.weight"}
+        assert all(torch.equal(v, first["weights"][copies.get(n, n)]) for n, v in hopped["loaded"].items())
+    (last,), (unbroken,) = (run_world(train, 1, Case(tied=True), name, 4) for name in ("hops", "unbroken"))
+    assert last["weights"].keys() == unbroken["weights"].keys()
+    for kind in ("state", "averages"):
+        torch.testing.assert_close(last[kind], unbroken[kind], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_tied_ends_beside_data_parallel_ranks_and_further_stages() -> None:
+    check(WORLD_4)
+
+
+class TwoHeads(Model):
+    """Has a head of its own for short sequences, so that the last stage leaves its copy of the tied matrix out."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.other = nn.Linear(WIDTH, VOCABULARY).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.head is None or x.shape[1] == LENGTH:
+            return super().forward(x)
+        if self.embedding is not None:
+            x = self.embedding(x) + self.position[: x.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.other(self.norm(x)) * self.scale
+
+
+class LeavingOut(Trained):
+    def configure_models(self) -> None:
+        self.model = TwoHeads(self.config.case)
+
+
+def leave_out(case: Case) -> tuple[list[float], dict[str, Tensor]]:
+    with LeavingOut(config_of(case, "left-out")) as trainer:
+        trainer.fit()
+        return trainer.norms, weights_of(trainer)
+
+
+def test_a_copy_that_a_stage_of_shards_leaves_out_is_trained_by_the_other() -> None:
+    ((norms, weights),) = run_world(leave_out, 1, Case(tied=True, changing=True))
+    by_rank = run_world(leave_out, 4, Case(2, dp=2, tied=True, shard="auto", changing=True))
+    for found, of_rank in by_rank:
+        assert found == pytest.approx(norms, rel=1e-10)
+        for name, value in of_rank.items():
+            expected = weights["embedding.weight" if name == "head.weight" else name]
+            torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10, msg=name)
+
+
+class FrozenLater(Trained):
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        if self.global_step == 1 and self.model.embedding is not None:
+            self.model.embedding.requires_grad_(False)
+        return super().training_step(batch, batch_idx)
+
+
+def freeze_later() -> None:
+    FrozenLater(config_of(Case(2, tied=True))).fit()
+
+
+def test_a_copy_that_is_frozen_later_in_one_stage_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    ranks = run_ranks("from tests.trainer.test_pipeline_user_models import freeze_later; freeze_later()", 2, tmp_path)
+    assert [status for status, _ in ranks] == [1, 1]
+    said = "embedding.weight was frozen since its last step, and other stages have copies"
+    assert any(said in text for _, text in ranks)
+
+
+FROZEN = Case(2, frozen=True)
+
+
+class Loaded(Trained):
+    """With frozen layers in both stages, which come from a file."""
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.model.blocks[-1].requires_grad_(False)
+
+    def load_pretrained(self) -> None:
+        load_weights(self.model, "base.safetensors")
+
+
+def travel(case: Case, experiment: str, *steps: int) -> list[dict[str, Any]]:
+    results = []
+    for max_steps in steps:
+        config = config_of(case, experiment, callbacks=[EMA(decay=0.5)], max_steps=max_steps)
+        checkpoints = dt.CheckpointParameters(save_every_n_epochs=None, save_frozen=False)
+        with Loaded(replace(config, checkpoint_parameters=checkpoints)) as trainer:
+            trainer.fit()
+            results.append(result_of(trainer) | {"averages": averages_of(trainer)})
+            with trainer.gathered(trainer.model):
+                results[-1]["gathered"] = trainer.model.state_dict()
+            trainer.export(f"{experiment}-{max_steps}", dtype=torch.float32)
+            trainer.export(f"{experiment}-{max_steps}.safetensors", weights="ema")
+    return results
+
+
+def test_exports_and_checkpoints_without_frozen_weights_are_the_whole_models(tmp_path: Path) -> None:
+    save_file(Model(FROZEN).state_dict(), tmp_path / "base.safetensors")
+    ranks = run_world(travel, 2, FROZEN, "hops", 2, 3)
+    weights = united([result["weights"] for *_, result in ranks])
+    weights["scale"] = torch.full((), 0.5, dtype=torch.float64)
+    exported = load_file(tmp_path / "hops-3" / "model.safetensors")
+    assert same_bits(exported, {name: value.float() for name, value in weights.items()})
+    (checkpoint,) = tmp_path.rglob("step_*3")  # without what is frozen, which is read from where each stage loaded it
+    export_checkpoint(checkpoint, tmp_path / "saved")
+    assert same_bits(load_file(tmp_path / "saved" / "model.safetensors"), weights)
+    averages = united([result["averages"] for *_, result in ranks])
+    found = load_file(tmp_path / "hops-3.safetensors")
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name.partition("model.")[2]], value) for name, value in averages.items())
+    for *_, result in ranks:  # what a stage has can be taken
+        assert result["gathered"].keys() == result["weights"].keys() | {"scale"} < weights.keys()
+    alone = replace(FROZEN, pp=1)
+    ((last,),), ((unbroken,),) = (run_world(travel, 1, alone, name, 4) for name in ("hops", "unbroken"))
+    for kind in ("state", "averages"):
+        torch.testing.assert_close(last[kind], unbroken[kind], rtol=1e-9, atol=1e-9)

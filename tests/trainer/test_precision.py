@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 import dream_trainer as dt
 from tests.trainer.arithmetic import fill, full, same_bits
 from tests.trainer.small import BY_BLOCKS, Alone, Sharded, fit, make_config, sgd, train_by_hand, weights
-from tests.worlds import run_world
+from tests.worlds import run_each, run_world
 
 N_STEPS, SIZE, WIDTH, VOCABULARY, LENGTH = 4, 4, 8, 16, 6
 BF16 = dt.DeviceParameters(device="cpu", precision="bf16")
@@ -159,10 +160,8 @@ def off_by(found: dict[str, Any], expected: dict[str, Any]) -> float:
 
 
 def test_bf16_is_bit_for_bit_a_loop_with_autocast_around_the_forward() -> None:
-    found = trained(
-        replace(config_for(BF16), training_parameters=dt.TrainingParameters(n_epochs=1, train_batch_size=SIZE)),
-        "by_methods",
-    )
+    unclipped = dt.TrainingParameters(n_epochs=1, train_batch_size=SIZE)
+    found = trained(replace(config_for(BF16), training_parameters=unclipped), "by_methods")
     model = Model().eval()
     fill(model)
     losses = []
@@ -293,16 +292,12 @@ WORLD: dict[str, tuple[dt.DeviceParameters, str, int, torch.dtype]] = {
 }  # fmt: skip
 
 
-def on_a_rank(directory: str) -> dict[str, Any]:
+def on_a_rank(name: str, directory: Path) -> dict[str, Any]:
     os.chdir(directory)
-    found: dict[str, Any] = {}
-    for name, (devices, way, accumulation, dtype) in WORLD.items():
-        config = replace(
-            config_for(devices, ranks=2, accumulation=accumulation),
-            compile_parameters=dt.CompileParameters(backend="aot_eager"),
-        )
-        found[name] = trained(config, way, dtype, Compiled if devices.compile else Trainer)
-    return found
+    devices, way, accumulation, dtype = WORLD[name]
+    compiling = dt.CompileParameters(backend="aot_eager")
+    config = replace(config_for(devices, ranks=2, accumulation=accumulation), compile_parameters=compiling)
+    return trained(config, way, dtype, Compiled if devices.compile else Trainer)
 
 
 class Compiled(dt.CompileMixin, Trainer):
@@ -348,36 +343,33 @@ def test_what_a_sharded_model_is_given_and_gives_is_not_rounded_and_its_face_is_
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_world(on_a_rank, 2, str(tmp_path_factory.mktemp("precision")))
+def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], ...]]:
+    """Of each case, what each rank found."""
+    return dict(run_each(on_a_rank, 2, list(WORLD), tmp_path_factory.mktemp("precision")))
 
 
 @pytest.mark.parametrize("name", [name for name, case in WORLD.items() if case[3] == torch.float64])
-@pytest.mark.pitfall(24)
-@pytest.mark.pitfall(66)
-def test_whatever_is_called_on_a_sharded_model_computes_and_learns_as_on_a_plain_one(
-    world: list[dict[str, Any]], name: str
-) -> None:
-    for rank in world:  # in float64, so reducing gradients in float32 would show
-        assert off_by(rank[name], plain(WORLD[name][1], torch.float64)) < 1e-12
-    assert world[0][name]["count"] == sum(weight.numel() for weight in world[0][name]["weights"].values())
+@pytest.mark.pitfall(24, 66)
+def test_whatever_is_called_on_a_sharded_model_computes_and_learns_as_on_a_plain_one(world: Any, name: str) -> None:
+    for found in world[name]:  # in float64, so reducing gradients in float32 would show
+        assert off_by(found, plain(WORLD[name][1], torch.float64)) < 1e-12
+    assert world[name][0]["count"] == sum(weight.numel() for weight in found["weights"].values())
 
 
 @pytest.mark.parametrize("name", [name for name, case in WORLD.items() if case[0].precision in ("bf16", "fp16")])
-@pytest.mark.pitfall(25)
-@pytest.mark.pitfall(65)
-def test_half_precision_bears_buffers_norms_and_methods(world: list[dict[str, Any]], name: str) -> None:
+@pytest.mark.pitfall(25, 65)
+def test_half_precision_bears_buffers_norms_and_methods(world: Any, name: str) -> None:
     """Sharded parameters are cast before they are gathered, so that it is not the bits of one process."""
     expected = plain(WORLD[name][1])["losses"]
-    losses = [sum(pair) / 2 for pair in zip(*(rank[name]["losses"] for rank in world), strict=True)]
+    losses = [sum(pair) / 2 for pair in zip(*(found["losses"] for found in world[name]), strict=True)]
     assert losses != expected
     assert losses[-1] == pytest.approx(expected[-1], rel=0.02)
-    for rank in world:
-        assert {weight.dtype for weight in rank[name]["weights"].values()} == {torch.float32}
-        assert all(torch.equal(world[0][name]["weights"][n], w) for n, w in rank[name]["weights"].items())
+    for found in world[name]:
+        assert {weight.dtype for weight in found["weights"].values()} == {torch.float32}
+        assert same_bits(found["weights"], world[name][0]["weights"])
 
 
-def test_gradients_cross_ranks_in_the_type_asked_for(world: list[dict[str, Any]]) -> None:
-    assert world[0]["reduced in bf16"]["coarse"] == {True}
-    assert world[0]["bf16 by_forward"]["coarse"] == {False}
-    assert off_by(world[0]["reduced in bf16"], plain("by_forward")) < 2e-2
+def test_gradients_cross_ranks_in_the_type_asked_for(world: Any) -> None:
+    assert world["reduced in bf16"][0]["coarse"] == {True}
+    assert world["bf16 by_forward"][0]["coarse"] == {False}
+    assert off_by(world["reduced in bf16"][0], plain("by_forward")) < 2e-2

@@ -23,7 +23,7 @@ import dream_trainer as dt
 from tests.api import ConfigError, declare_random_layer, undeclared_dropouts
 from tests.trainer.arithmetic import same_bits
 from tests.trainer.small import CaseConfig as Config, run_config, train_by_hand, weights
-from tests.worlds import run_world
+from tests.worlds import run_each
 
 WIDTH, LENGTH, BATCH, STEPS = 8, 6, 4, 4
 
@@ -134,11 +134,11 @@ def fit(case: Case, experiment: str, **training: Any) -> dict[str, Any]:
         return found | {"dropped": trainer.dropped, "ends": trainer.ends}
 
 
-def train(cases: list[Case]) -> list[dict[str, Any]]:
-    """Each case, and the last one again, stopped after two steps and gone on with."""
-    results = [fit(case, f"{number}") for number, case in enumerate(cases)]
-    fit(cases[-1], "broken", max_steps=2)
-    return [*results, fit(cases[-1], "broken")]
+def train(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
+    """In one go, and stopped after two steps and gone on with."""
+    unbroken = fit(case, "unbroken")
+    fit(case, "broken", max_steps=2)
+    return unbroken, fit(case, "broken")
 
 
 def by_hand(start: dict[str, Tensor], dropped: dict[str, list[Tensor]]) -> dict[str, Tensor]:
@@ -160,8 +160,7 @@ FURTHER = [Case(in_sequence=True, recompute="full"), Case(in_sequence=True, reco
 
 @pytest.mark.parametrize("cases", [CASES, pytest.param(FURTHER, marks=pytest.mark.slow)])
 def test_what_ranks_drop_is_of_their_parts_and_trains_as_one_process_that_drops_it(cases: list[Case]) -> None:
-    *trained, resumed = zip(*run_world(train, 2, cases), strict=True)
-    for case, (here, there) in zip(cases, trained, strict=True):
+    for case, ((here, resumed_here), (there, resumed_there)) in run_each(train, 2, cases):
         dropped = {}
         for name in here["dropped"]:
             one, other = ([*of_rank["dropped"][name].values()] for of_rank in (here, there))
@@ -174,9 +173,9 @@ def test_what_ranks_drop_is_of_their_parts_and_trains_as_one_process_that_drops_
         assert here["ends"] == there["ends"]  # generators are alike after it
         for name, value in by_hand(here["start"], dropped).items():
             torch.testing.assert_close(here["weights"][name], value, rtol=1e-10, atol=1e-10, msg=f"{case}: {name}")
-    for unbroken, after in zip(trained[-1], resumed, strict=True):
-        assert same_bits(after["weights"], unbroken["weights"])
-        assert after["ends"] == unbroken["ends"][2:]
+        for unbroken, resumed in ((here, resumed_here), (there, resumed_there)):
+            assert same_bits(resumed["weights"], unbroken["weights"])
+            assert resumed["ends"] == unbroken["ends"][2:]
 
 
 def test_mistakes_are_told_by_name() -> None:

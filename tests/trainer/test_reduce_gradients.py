@@ -7,22 +7,13 @@ import pytest
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader
-from tests.trainer.small import (
-    BY_BLOCKS,
-    Samples,
-    Sharded,
-    error_of,
-    filled_network,
-    make_config,
-    sgd,
-    weights,
-    windows,
-)
-from tests.worlds import run_world
+from tests.trainer import small
+from tests.trainer.small import BY_BLOCKS, Samples, Sharded, make_config, mean_square, weights
+from tests.worlds import run_each
 
 LENGTH, SIZE, LIMIT, RADIUS = 24, 2, 0.05, 0.3
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -56,15 +47,14 @@ class Sharpness(Sharded):
     weighted = False
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        x, y, number = batch
-        weight = count_of(number) if self.weighted else None
-        self.backward(mse_loss(self.model(x), y), weight=weight)
+        weight = count_of(batch[2]) if self.weighted else None
+        self.backward(mean_square(self.model, batch), weight=weight)
         self.reduce_gradients(self.optimizer)
         parameters = list(self.model.parameters())
         moves = perturbation(parameters)
         move(parameters, moves, 1)
         self.optimizer.zero_grad()
-        self.backward(mse_loss(self.model(x), y), weight=weight)
+        self.backward(mean_square(self.model, batch), weight=weight)
         move(parameters, moves, -1)
         self.norms.append(float(self.step(self.model, self.optimizer)))
         return {}
@@ -75,16 +65,20 @@ class Weighted(Sharpness):
 
 
 class Clips(Sharded):
+    reduces = True
+
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        self.backward(mse_loss(self.model(batch[0]), batch[1]))
+        self.backward(mean_square(self.model, batch))
         if not self.is_accumulating_gradients:
-            self.reduce_gradients(self.optimizer)
+            if self.reduces:
+                self.reduce_gradients(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), LIMIT)
             self.norms.append(float(self.step(self.model, self.optimizer)))
         return {}
 
 
-def train(cls: type[Sharded], layout: str, accumulation: int) -> dict[str, Any]:
+def train(case: tuple[type[Sharded], str, int]) -> dict[str, Any]:
+    cls, layout, accumulation = case
     config = make_config(n_epochs=1, gradient_accumulation_steps=accumulation, **LAYOUTS[layout])
     with cls(config, DistributedDataLoader(Samples(LENGTH), SIZE)) as trainer:
         trainer.fit()
@@ -92,9 +86,9 @@ def train(cls: type[Sharded], layout: str, accumulation: int) -> dict[str, Any]:
 
 
 def by_hand(cls: type[Sharded], accumulation: int) -> dict[str, Any]:
-    model, norms = filled_network(), []
-    optimizer, parameters = sgd(model), list(model.parameters())
-    for window in windows(LENGTH, SIZE, 2 * accumulation):
+    model, norms = small.filled_network(), []
+    optimizer, parameters = small.sgd(model), list(model.parameters())
+    for window in small.windows(LENGTH, SIZE, 2 * accumulation):
         if cls is Clips:
             backward(model, window, lambda number: 1)
             nn.utils.clip_grad_norm_(parameters, LIMIT)
@@ -114,20 +108,16 @@ def by_hand(cls: type[Sharded], accumulation: int) -> dict[str, Any]:
 
 def backward(model: nn.Module, window: list[Any], weight_of: Callable[[Tensor], int]) -> None:
     total = sum(weight_of(number) for *_, number in window)
-    for x, y, number in window:
-        (mse_loss(model(x), y) * weight_of(number) / total).backward()
+    for batch in window:
+        (mean_square(model, batch) * weight_of(batch[2]) / total).backward()
 
 
 CASES = [*((cls, layout, 1) for cls in (Sharpness, Weighted) for layout in LAYOUTS), *((Clips, n, 3) for n in LAYOUTS)]
 
 
-def train_all() -> list[dict[str, Any]]:
-    return [train(*case) for case in CASES]
-
-
 @pytest.mark.pitfall(103)
 def test_sam_and_clipping_by_hand_are_those_of_one_process_on_every_mesh() -> None:
-    for *ranks, (cls, layout, accumulation) in zip(*run_world(train_all, 2), CASES, strict=True):
+    for (cls, layout, accumulation), ranks in run_each(train, 2, CASES):
         expected = by_hand(cls, accumulation)
         for found in ranks:
             torch.testing.assert_close(
@@ -135,22 +125,18 @@ def test_sam_and_clipping_by_hand_are_those_of_one_process_on_every_mesh() -> No
             )
 
 
-class ClipsEarly(Sharded):
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        self.backward(mse_loss(self.model(batch[0]), batch[1]))
-        nn.utils.clip_grad_norm_(self.model.parameters(), LIMIT)
-        self.step(self.model, self.optimizer)
-        return {}
+class ClipsEarly(Clips):
+    reduces = False
 
 
 class MovesEarly(Sharded):
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        self.backward(mse_loss(self.model(batch[0]), batch[1]))
+        self.backward(mean_square(self.model, batch))
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.add_(parameter.grad)
         self.optimizer.zero_grad()
-        self.backward(mse_loss(self.model(batch[0]), batch[1]))
+        self.backward(mean_square(self.model, batch))
         self.step(self.model, self.optimizer)
         return {}
 
@@ -158,34 +144,31 @@ class MovesEarly(Sharded):
 class AddsLate(Sharded):
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         for _ in range(2):
-            self.backward(mse_loss(self.model(batch[0]), batch[1]))
+            self.backward(mean_square(self.model, batch))
             self.reduce_gradients(self.optimizer)
         self.step(self.model, self.optimizer)
         return {}
 
 
-def refused(cls: type[Sharded], layout: str) -> tuple[str, int]:
+def refused(case: tuple[type[Sharded], str]) -> tuple[str, int]:
+    cls, layout = case
     trainer = cls(make_config(n_epochs=1, **LAYOUTS[layout]), DistributedDataLoader(Samples(LENGTH), SIZE))
-    return error_of(trainer), trainer.global_step
-
-
-def refuse_all() -> list[tuple[str, int]]:
-    return [refused(cls, layout) for cls in (ClipsEarly, MovesEarly, AddsLate) for layout in ("shards", "replicas")]
+    return small.error_of(trainer), trainer.global_step
 
 
 @pytest.mark.pitfall(103)
 def test_code_that_uses_a_ranks_own_gradients_is_refused_before_a_step() -> None:
-    words = ["a gradient of shape"] * 2 + ["parameters of shape"] * 2 + ["zero_grad"] * 2
-    for rank in run_world(refuse_all, 2):
-        for (message, steps), word in zip(rank, words, strict=True):
-            assert word in message
+    words = {ClipsEarly: "a gradient of shape", MovesEarly: "parameters of shape", AddsLate: "zero_grad"}
+    cases = [(cls, layout) for cls in words for layout in ("shards", "replicas")]
+    for (cls, _), ranks in run_each(refused, 2, cases):
+        for message, steps in ranks:
+            assert words[cls] in message
             assert "reduce_gradients" in message
             assert steps == 0
 
 
 def test_in_one_process_gradients_are_normalised_too() -> None:
     config = make_config(n_epochs=1, gradient_accumulation_steps=2)
-    with Clips(config, torch.utils.data.DataLoader(Samples(LENGTH), SIZE)) as trainer:
-        trainer.fit()
-        found = {"weights": weights(trainer.model), "norms": trainer.norms}
+    trainer = small.fit(Clips(config, DataLoader(Samples(LENGTH), SIZE)))
+    found = {"weights": weights(trainer.model), "norms": trainer.norms}
     torch.testing.assert_close(found, by_hand(Clips, 1), rtol=1e-10, atol=1e-10)

@@ -26,6 +26,7 @@ from tests.trainer.small import (
     filled_network,
     fused_adamw,
     make_config,
+    mean_square,
     network,
     sgd,
     weights,
@@ -60,6 +61,10 @@ def images(count: int, size: int) -> list[Batch]:
 class Painter(Spread):
     weigh: Any = None
     noted: Any = None
+
+    def init_weights(self) -> None:
+        for model in self.named_models().values():
+            fill(model)
 
     def loss_of(self, batch: Batch) -> Tensor:
         dtype = next(self.model.parameters()).dtype
@@ -183,10 +188,6 @@ class Turns(Painter):
     def configure_models(self) -> None:
         self.generator, self.critic = nn.Linear(WIDTH, WIDTH).double(), network()
 
-    def init_weights(self) -> None:
-        fill(self.generator)
-        fill(self.critic)
-
     def configure_optimizers(self) -> None:
         self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (self.generator, self.critic)]
 
@@ -212,10 +213,6 @@ class Pair(Painter):
         self.encoder, self.decoder = network(), network()
         self.decoder[1].weight = self.encoder[1].weight
         self.decoder[0][1] = self.decoder[0][0]
-
-    def init_weights(self) -> None:
-        fill(self.encoder)
-        fill(self.decoder)
 
     def configure_optimizers(self) -> None:
         both = dict.fromkeys((*self.encoder.parameters(), *self.decoder.parameters()))
@@ -340,7 +337,7 @@ def test_gradients_of_plain_replicas_stay_where_a_user_keeps_them(ranks: list[di
 
 class Twice(Painter):
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        self.backward(mse_loss(self.model(batch[0]), batch[1]))
+        self.backward(mean_square(self.model, batch))
         self.backward(self.model(batch[0]).square().mean())
         self.step(self.model, self.optimizer)
         return {}
@@ -348,7 +345,7 @@ class Twice(Painter):
 
 class Meddles(Painter):
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        self.backward(mse_loss(self.model(batch[0]), batch[1]))
+        self.backward(mean_square(self.model, batch))
         self.model[1].weight.grad.mul_(2.0)
         self.step(self.model, self.optimizer)
         return {}

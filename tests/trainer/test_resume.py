@@ -69,18 +69,13 @@ def test_the_straight_run_exercises_what_it_should(one_rank: dict[str, Any]) -> 
     assert len(set(draws)) == len(draws)
 
 
-@pytest.mark.pitfall(2)
-@pytest.mark.pitfall(6)
-@pytest.mark.pitfall(32)
-@pytest.mark.pitfall(54)
+@pytest.mark.pitfall(2, 6, 32, 54)
 @pytest.mark.parametrize("name", CASES)
 def test_stopped_and_resumed_is_the_straight_run_bit_for_bit(one_rank: dict[str, Any], name: str) -> None:
     assert differences(one_rank[name], one_rank["straight"]) == []
 
 
-@pytest.mark.pitfall(2)
-@pytest.mark.pitfall(32)
-@pytest.mark.pitfall(33)
+@pytest.mark.pitfall(2, 32, 33)
 @pytest.mark.parametrize("name", CASES)
 def test_at_two_sharded_ranks_too(two_ranks: list[dict[str, Any]], name: str) -> None:
     assert [differences(rank[name], rank["straight"]) for rank in two_ranks] == [[], []]
@@ -186,8 +181,7 @@ def mean_losses(ranks: Sequence[dict[str, Any]]) -> dict[int, float]:
     return {step: sum(losses) / len(losses) for step, losses in found.items()}
 
 
-@pytest.mark.pitfall(21)
-@pytest.mark.pitfall(34)
+@pytest.mark.pitfall(21, 34)
 def test_saved_at_two_ranks_resumes_at_one_and_at_four(tmp_path: Path) -> None:
     steps = [3, 5]  # in the middle of an epoch, and at the end of one
     *saved, straight = zip(*run_world(partial(train_in_each, stops=True), 2, str(tmp_path), steps), strict=True)

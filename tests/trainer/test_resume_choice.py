@@ -193,8 +193,7 @@ def test_if_none_is_whole_nothing_starts_anew(resume: str, caplog: pytest.LogCap
     assert {path: path.stat().st_mtime_ns for path in first.checkpoint_dir.rglob("*")} == before
 
 
-@pytest.mark.pitfall(40)
-@pytest.mark.pitfall(41)
+@pytest.mark.pitfall(40, 41)
 @pytest.mark.parametrize("place", ["model.safetensors", "checkpoints/step_00000099"])
 def test_an_export_beside_the_checkpoints_is_none_of_them_and_among_them_there_is_none(place: str) -> None:
     straight = saves.run(experiment="straight", training={"n_epochs": 2})
@@ -240,8 +239,7 @@ def altered(config: saves.Config, change: str, **options: Any) -> Altered:
     return trainer
 
 
-@pytest.mark.pitfall(38)
-@pytest.mark.pitfall(39)
+@pytest.mark.pitfall(38, 39)
 @pytest.mark.parametrize(
     ("change", "names"),
     [

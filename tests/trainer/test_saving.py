@@ -1,4 +1,5 @@
-"""How a run is saved: what a checkpoint holds while training goes on, and what a busy or a broken writer does."""
+"""How a run is saved: what a checkpoint holds while training goes on, what a busy or a broken writer does, and that
+`register_state` goes on where it was, on other ranks too."""
 
 import errno
 import os
@@ -15,7 +16,7 @@ from torch import Tensor
 
 import dream_trainer as dt
 from dream_trainer.checkpoint import saver, store
-from tests.api import CheckpointError, Snapshot, read_manifest, read_rank, read_shared
+from tests.api import CheckpointError, ConfigError, HookError, Snapshot, read_manifest, read_rank, read_shared
 from tests.trainer import resumable, saves
 from tests.trainer.arithmetic import full
 from tests.trainer.small import Batch, run_ranks
@@ -93,8 +94,7 @@ def assert_of_its_moment(found: dict[str, Any]) -> None:
     assert found["metrics"] == {step: found["validations"].get(step, {}) for step in found["metrics"]}
 
 
-@pytest.mark.pitfall(31)
-@pytest.mark.pitfall(35)
+@pytest.mark.pitfall(31, 35)
 def test_a_checkpoint_is_of_the_moment_it_was_asked_for_though_training_goes_on(tmp_path: Path) -> None:
     found = save_while_training(str(tmp_path))
     assert found["own"].keys().isdisjoint(found["found"])
@@ -296,3 +296,72 @@ def test_a_save_that_failed_on_one_rank_is_passed_over_by_all(two_ranks: list[di
     one, two = (rank["failing"] for rank in two_ranks)
     assert one["saved"] == two["saved"] == one["there"] == [8, 12]
     assert len(one["seen"]) == len(two["seen"]) == 2 * saves.STEPS
+
+
+class Sums(dt.Callback):
+    """Sums over the steps: of numbers equal on all ranks, of each rank's own, and of weights, sharded as they are."""
+
+    def post_setup(self, trainer: saves.Saves) -> None:
+        self.steps, self.of_rank = 0, 0
+        self.weights = {name: torch.zeros_like(p) for name, p in trainer.model.named_parameters()}
+        self.loaded: list[str] = []
+        trainer.register_state("steps", lambda: self.steps, self.load_steps)
+        trainer.register_state("of rank", lambda: {"sum": self.of_rank}, self.load_of_rank, scope="rank")
+        trainer.register_state("weights", lambda: self.weights, self.load_weights, scope="tensors")
+
+    def load_steps(self, saved: int) -> None:
+        self.steps = saved
+        self.loaded.append("steps")
+
+    def load_of_rank(self, saved: dict[str, int]) -> None:
+        self.of_rank = saved["sum"]
+        self.loaded.append("of rank")
+
+    def load_weights(self, saved: dict[str, torch.Tensor]) -> None:
+        assert saved is self.weights
+        self.loaded.append("weights")
+
+    def post_train_step(self, trainer: saves.Saves) -> None:
+        self.steps += trainer.global_step
+        self.of_rank += 10**trainer.world.rank
+        with torch.no_grad():
+            for name, parameter in trainer.model.named_parameters():
+                self.weights[name] += parameter
+
+
+def sums(experiment: str, max_steps: int, batch_size: int = 2) -> tuple[int, int, list[str], dict[str, torch.Tensor]]:
+    callback = Sums()
+    config = saves.make_config(experiment=experiment, callbacks=[callback], training={"max_steps": max_steps})
+    with saves.Saves(config, batch_size=batch_size) as trainer:
+        trainer.fit()
+        return callback.steps, callback.of_rank, callback.loaded, {n: full(t) for n, t in callback.weights.items()}
+
+
+def test_registered_state_goes_on_where_it_was_on_as_many_ranks_and_on_others() -> None:
+    straight = run_world(sums, 2, "straight", 6)
+    run_world(sums, 2, "stopped", 4)
+    again = run_world(sums, 2, "stopped", 6)
+    assert [(one[0], one[1]) for one in straight] == [(21, 6), (21, 60)]
+    for one, other in zip(straight, again, strict=True):
+        assert one[:2] == other[:2]
+        assert all(torch.equal(one[3][name], other[3][name]) for name in one[3])
+    assert [one[2] for one in again] == [["steps", "weights", "of rank"]] * 2
+
+    run_world(sums, 2, "two and one", 4)
+    alone = sums("two and one", 6, batch_size=4)
+    assert alone[:3] == (21, 2, ["steps", "weights"])  # what each of two ranks had is nobody's on one
+    torch.testing.assert_close(alone[3], straight[0][3])
+
+
+def test_without_it_in_the_checkpoint_nothing_is_loaded() -> None:
+    saves.fit(saves.Saves(saves.make_config(experiment="later", training={"max_steps": 2})))
+    assert sums("later", 4)[:3] == (7, 2, [])
+
+
+def test_mistakes_are_told() -> None:
+    with saves.Saves(saves.make_config(training={"max_steps": 1})) as trainer:
+        with pytest.raises(ConfigError, match=r"scope='all' is not known. Use 'shared', 'rank' or 'tensors'"):
+            trainer.register_state("x", int, print, scope="all")  # type: ignore[arg-type]
+        trainer.fit()
+        with pytest.raises(HookError, match=r"register_state\('x'\) was called after the checkpoint was loaded"):
+            trainer.register_state("x", int, print)

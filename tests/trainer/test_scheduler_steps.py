@@ -121,11 +121,7 @@ class SeveralTurns(Two):
         return {}
 
 
-@pytest.mark.parametrize("cls", [Scheduled, InPhases, Sequence, Two, SeveralTurns])
+@pytest.mark.parametrize("cls", [Scheduled, InPhases, Sequence, Two, SeveralTurns, AfterValidation])
 def test_nothing_is_said_of_schedulers_that_are_stepped(cls: type[Scheduled], caplog: pytest.LogCaptureFixture) -> None:
-    assert said(cls(make_config(n_epochs=2), batches(4)), caplog) == []
-
-
-def test_nothing_is_said_before_the_validation_that_steps_a_scheduler(caplog: pytest.LogCaptureFixture) -> None:
-    config = make_config(n_epochs=2, val_every_n_epochs=2)
-    assert said(AfterValidation(config, batches(4), batches(2)), caplog) == []
+    val = batches(2) if issubclass(cls, Validates) else None
+    assert said(cls(make_config(n_epochs=2, val_every_n_epochs=2), batches(4), val), caplog) == []

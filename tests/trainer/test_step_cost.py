@@ -67,7 +67,7 @@ def data() -> Any:
 
 
 class Body:
-    """The step of both trainers; starts and ends the counting at the same place of a window."""
+    """The step of both trainers."""
 
     make_model = staticmethod(model)
 
@@ -80,11 +80,7 @@ class Body:
         return data(), None
 
     def pre_train_batch(self, batch: Batch, batch_idx: int) -> None:
-        accumulation = self.accumulation_steps
-        if self.local_batches == FIRST * accumulation:
-            self.counting.enter_context(self.counts)
-        if self.local_batches == LAST * accumulation:
-            self.counting.close()
+        start_or_end(self.local_batches / self.accumulation_steps, self.counts, self.counting)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         loss = mse_loss(self.model(batch[0]).mean(1, keepdim=True), batch[1])
@@ -108,8 +104,8 @@ def counted(trainer: Any) -> dict[str, int]:
     return dict(trainer.counts.found)
 
 
-def start_or_end(number: int, counts: Counts, stack: contextlib.ExitStack) -> None:
-    """As in the trainers: counts from the start of the first steady window to the start of the last."""
+def start_or_end(number: float, counts: Counts, stack: contextlib.ExitStack) -> None:
+    """Counts from the start of the first steady window to the start of the last."""
     if number == FIRST:
         stack.enter_context(counts)
     if number == LAST:
@@ -319,8 +315,7 @@ def test_a_small_sharded_model_is_gathered_once_and_reduced_once_in_a_step(ranks
         assert found.get("reads", 0) == 0
 
 
-@pytest.mark.pitfall(4)
-@pytest.mark.pitfall(5)
+@pytest.mark.pitfall(4, 5)
 def test_gradients_are_reduced_once_per_window_and_not_once_per_micro_batch(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         one, two = (collectives(rank[f"trainer/{accumulation}/False"]) for accumulation in (1, 2))

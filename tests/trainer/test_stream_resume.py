@@ -1,8 +1,9 @@
-"""Runs over streams, stopped or killed and continued on other ranks: the samples of each step stay the same."""
+"""Runs over streams and mixtures, stopped or killed and continued on other ranks: each step's samples stay the same."""
 
 import json
 import os
 import signal
+from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -13,13 +14,32 @@ import torch
 import torch.nn as nn
 
 import dream_trainer as dt
-from tests.api import Map, Shuffle, StreamLoader
+from tests.api import DataError, DistributedDataLoader, Map, Mixture, Shuffle, Stage, StreamLoader
 from tests.data.lane_truth import GLOBAL_BATCH, KINDS, digest, identity, lengths, make_source, write_tar
-from tests.trainer.small import Built, fit, run_config, run_ranks
+from tests.trainer.small import Built, Validates, fit, outcome, run_config, run_ranks
 from tests.worlds import run_world
 
 COUNTS = lengths(8, most=17)
 STEPS = 24
+SOURCES = {"code": range(500), "docs": range(1000, 1040), "talk": range(2000, 2020)}
+WEIGHTS = {"code": 4, "docs": 2, "talk": 1}
+CHANGED_AFTER = 15
+
+
+def mixture(**options: Any) -> Mixture:
+    stages = [Stage(at=60, weights={"code": 1, "docs": 1, "talk": 1}, ramp=30)]
+    return Mixture(SOURCES, WEIGHTS, stages=stages, max_epochs={"talk": 5}, **options)
+
+
+class OtherWeights(dt.Callback):
+    """Also where a run resumes at the step, which may have been saved before."""
+
+    def pre_fit(self, trainer: Any) -> None:
+        self.post_train_step(trainer)
+
+    def post_train_step(self, trainer: Any) -> None:
+        if trainer.global_step == CHANGED_AFTER:
+            trainer.train_dataloader.dataset.set_weights({"docs": 1, "code": 1})
 
 
 class Streamed(Built, dt.DreamTrainer):
@@ -27,7 +47,7 @@ class Streamed(Built, dt.DreamTrainer):
 
     make_model = staticmethod(lambda: nn.Linear(1, 1))
 
-    def __init__(self, config: Any, loader: StreamLoader, kill_in: int | None = None) -> None:
+    def __init__(self, config: Any, loader: Any, kill_in: int | None = None) -> None:
         super().__init__(config, loader)
         self.kill_in = kill_in
         self.samples: list[list[int]] = []
@@ -47,31 +67,43 @@ class Streamed(Built, dt.DreamTrainer):
         return {"loss": loss}
 
 
-def make_config(max_steps: int, **training: Any) -> dt.DreamTrainerConfig:
+def make_config(max_steps: int, callbacks: Sequence[dt.Callback] = (), **training: Any) -> dt.DreamTrainerConfig:
     return run_config(
         "resume",
         seed=7,
+        callbacks=callbacks,
+        logger_parameters=dt.LoggerParameters(loggers=(), log_every_n_steps=3),
         training_parameters=dt.TrainingParameters(**({"max_steps": max_steps, "n_epochs": None} | training)),
         checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_every_n_steps=2),
     )
 
 
-def train(directory: str, kind: str, layout: tuple[int, int, int], stop: int, kill_in: int | None = None) -> None:
-    """Trains up to step `stop`, or until it is killed, from where the last call in the directory stopped."""
-    os.chdir(directory)
+def loader_of(kind: str, directory: Path, layout: tuple[int, int, int]) -> Any:
     ranks, accumulation, workers = layout
-    loader = StreamLoader(
-        make_source("live" if kind == "passes" else kind, Path(directory).parent / kind, COUNTS),
-        GLOBAL_BATCH // (ranks * accumulation),
+    size = GLOBAL_BATCH // (ranks * accumulation)
+    how: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
+    if kind == "mixture":
+        return DistributedDataLoader(mixture(), size, **how)
+    return StreamLoader(
+        make_source("live" if kind == "passes" else kind, directory, COUNTS),
+        size,
         lanes=4,
         transforms=[Shuffle(5), Map(identity)],
         shuffle_shards=True,
         repeat=kind != "passes",
-        num_workers=workers,
-        multiprocessing_context="fork" if workers else None,
+        **how,
     )
-    config = make_config(stop, gradient_accumulation_steps=accumulation)
-    fit(Streamed(config, loader, kill_in))
+
+
+def train(
+    directory: str, kind: str, layout: tuple[int, int, int], stop: int, kill_in: int | None = None
+) -> list[dict[str, float]]:
+    """Trains up to step `stop`, or until it is killed, from where the last call in the directory stopped."""
+    os.chdir(directory)
+    callbacks = [OtherWeights()] if kind == "mixture" else []
+    config = make_config(stop, callbacks, gradient_accumulation_steps=layout[1])
+    trainer = fit(Streamed(config, loader_of(kind, Path(directory).parent / kind, layout), kill_in))
+    return [dict(line) for line in trainer.history]
 
 
 Part = tuple[tuple[int, int, int], int]
@@ -81,7 +113,7 @@ Part = tuple[tuple[int, int, int], int]
 def steps_of(directory: Path, kind: str, parts: Sequence[Part]) -> dict[int, str]:
     """Trains in parts, and gives a digest of each step's samples; a step that was trained twice was the same."""
     directory.mkdir(parents=True)
-    if kind != "passes":
+    if kind in KINDS:
         make_source(kind, directory.parent / kind, COUNTS)
     records: dict[int, set[str]] = {}
     for layout, stop in parts:
@@ -107,30 +139,25 @@ def written(directory: Path) -> dict[int, list[int]]:
     return {step: list(chain.from_iterable(found)) for step, found in by_step.items() if len(found) == len(files)}
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
-
-
-@pytest.fixture(scope="module")
-def straight(kind: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, str]]:
+@pytest.fixture(scope="module", params=[*KINDS, "mixture"])
+def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, str]]:
+    """A directory named as the kind, and what is read there."""
     directory = tmp_path_factory.mktemp("streams")
-    (directory / kind).mkdir()
-    return directory, steps_of(directory / "straight", kind, [((1, 1, 0), STEPS)])
+    (directory / request.param).mkdir()
+    return directory / request.param, steps_of(directory / "straight", request.param, [((1, 1, 0), STEPS)])
 
 
 PARTS: dict[str, list[Part]] = {
-    "other ranks": [((1, 1, 2), 3), ((2, 2, 0), 10), ((4, 1, 0), 17), ((1, 4, 0), STEPS)],
+    "other ranks": [((1, 1, 2), 3), ((2, 2, 0), 10), ((4, 1, 0), CHANGED_AFTER), ((1, 4, 0), STEPS)],
     "killed": [((2, 1, 2), -7), ((2, 2, 0), -12), ((1, 2, 0), STEPS)],
 }
 
 
 @pytest.mark.parametrize("name", ["other ranks", pytest.param("killed", marks=pytest.mark.slow)])
-def test_each_step_has_the_straight_run_s_samples(name: str, kind: str, straight: tuple[Path, dict[int, str]]) -> None:
-    directory, expected = straight
+def test_each_step_has_the_straight_run_s_samples(name: str, straight: tuple[Path, dict[int, str]]) -> None:
+    data, expected = straight
     assert sorted(expected) == list(range(1, STEPS + 1))
-    assert steps_of(directory / name, kind, PARTS[name]) == expected
+    assert steps_of(data.parent / name, data.name, PARTS[name]) == expected
 
 
 def test_passes_that_end_go_on_before_at_and_after_their_end(tmp_path: Path) -> None:
@@ -166,3 +193,46 @@ def test_all_ranks_end_where_one_reads_a_damaged_shard_which_is_named(tmp_path: 
     assert (one[0], two[0]) == (1, 1)
     assert "stops because of rank 1" in one[1]
     assert "sample 4 of tars/1.tar cannot be read: tars/1.tar is damaged" in two[1]
+
+
+def test_a_run_over_a_mixture_draws_and_logs_what_it_says(tmp_path: Path) -> None:
+    (history,) = run_world(train, 1, str(tmp_path), "mixture", (1, 1, 0), STEPS)
+    steps = written(tmp_path)
+    plain = Mixture(SOURCES, WEIGHTS)
+    plain.begin(7, None)
+    for step in range(60 // GLOBAL_BATCH):
+        assert sorted(steps[step + 1]) == sorted(plain[step * GLOBAL_BATCH + index] for index in range(GLOBAL_BATCH))
+    drawn = Counter[str]()
+    for step in range(1, STEPS + 1):
+        names = ["code" if sample < 1000 else "docs" if sample < 2000 else "talk" for sample in steps[step]]
+        assert step <= CHANGED_AFTER or "talk" not in names
+        drawn.update(names)
+        if step % 3 == 0:
+            line = next(line for line in history if line["step"] == step)
+            logged = {name: line[f"data/{name}/samples"] for name in SOURCES}
+            assert sum(logged.values()) == step * GLOBAL_BATCH
+            assert line["data/docs/epochs"] == logged["docs"] / 40
+    assert drawn["talk"] > 10
+
+
+class Validated(Validates, Streamed):
+    pass
+
+
+def test_validation_on_the_mixture_that_is_trained_on_is_refused() -> None:
+    loader = DistributedDataLoader(mixture(num_samples=100), GLOBAL_BATCH)
+    trainer = Validated(make_config(2), loader)
+    trainer.val_data = DistributedDataLoader(loader.dataset, 4)
+    with pytest.raises(DataError, match="the validation loader read the same Mixture"):
+        fit(trainer)
+
+
+def train_with_own_seed() -> str:
+    loader = DistributedDataLoader(mixture(seed=int(os.environ["RANK"])), GLOBAL_BATCH // 2)
+    with Streamed(make_config(2), loader) as trainer:
+        return outcome(trainer)
+
+
+def test_ranks_with_other_mixtures_are_an_error_before_the_first_step() -> None:
+    for told in run_world(train_with_own_seed, 2):
+        assert "training loader: order.mixture.seed (0 on rank 0; 1 on rank 1)" in told

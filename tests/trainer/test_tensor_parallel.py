@@ -1,4 +1,5 @@
-"""Tensor parallelism changes how the work is divided and nothing else: weights, counts, metrics and checkpoints."""
+"""Tensor parallelism changes how the work is divided and nothing else: weights, counts, metrics and checkpoints.
+Sizes that ranks cannot have equal parts of are refused by name, before PyTorch joins them."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -6,15 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn as nn
+from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import dream_trainer as dt
-from tests.api import ConfigError, HookError, start
+from tests.api import ConfigError, EqualParts, HookError, RanksDifferError, World, shard_by_blocks, start
 from tests.trainer import arithmetic
 from tests.trainer.arithmetic import BATCH, Case, Model, Tokens, full, reference, same_bits
 from tests.trainer.small import run_config, weights as weights_of
-from tests.worlds import run_world
+from tests.worlds import run_each, run_world
 
 
 @dataclass(frozen=True)
@@ -100,48 +103,36 @@ def config_of(cell: Cell, experiment: str = "cell", **training: Any) -> Config:
     )
 
 
-def train(cells: list[Cell]) -> list[dict[str, Any]]:
-    results = []
-    for cell in cells:
-        with Trained(config_of(cell)) as trainer:
-            trainer.fit()
-            model = trainer.model
-            tokens = Tokens(4)[0][0].unsqueeze(0)
-            outside = full(model(tokens).detach())
-            with trainer.gathered(model):
-                inside = full(model(tokens))
-                kept = weights_of(model)
-            results.append(
-                {
-                    "gathered": torch.equal(inside, outside),
-                    "kept": kept,
-                    "losses": trainer.losses,
-                    "norms": trainer.norms,
-                    "weights": weights_of(model),
-                    "tied": model.head.weight is model.embedding.weight,
-                }
-            )
-    return results
+def train(cell: Cell) -> dict[str, Any]:
+    with Trained(config_of(cell)) as trainer:
+        trainer.fit()
+        model = trainer.model
+        tokens = Tokens(4)[0][0].unsqueeze(0)
+        outside = full(model(tokens).detach())
+        with trainer.gathered(model):
+            inside = full(model(tokens))
+            kept = weights_of(model)
+        return {
+            "gathered": torch.equal(inside, outside),
+            "kept": kept,
+            "losses": trainer.losses,
+            "norms": trainer.norms,
+            "weights": weights_of(model),
+            "tied": model.head.weight is model.embedding.weight,
+        }
 
 
-def close(a: float, b: float) -> bool:
-    return abs(a - b) <= 1e-9 * max(1.0, abs(b))
-
-
-@pytest.mark.pitfall(15)
-@pytest.mark.pitfall(20)
+@pytest.mark.pitfall(15, 20)
 @pytest.mark.parametrize("cells", [pytest.param(WORLD_2, id="2 ranks"), pytest.param(WORLD_4, id="4 ranks")])
 def test_training_on_split_layers_equals_a_loop_written_by_hand(cells: list[Cell]) -> None:
-    by_rank = run_world(train, cells[0].world_size, cells)
-    for cell, ranks in zip(cells, zip(*by_rank, strict=True), strict=True):
+    for cell, ranks in run_each(train, cells[0].world_size, cells):
         expected = reference(cell.case)
         losses = defaultdict(list)
         for result in ranks:
             assert result["tied"] == cell.case.tied
             assert result["gathered"]
             assert same_bits(result["kept"], result["weights"])
-            assert len(result["norms"]) == len(expected["norms"])
-            assert all(map(close, result["norms"], expected["norms"])), (cell, result["norms"], expected["norms"])
+            assert result["norms"] == pytest.approx(expected["norms"], rel=1e-9, abs=1e-9), cell
             weights = {name.removeprefix("model."): weight for name, weight in expected["weights"].items()}
             torch.testing.assert_close(result["weights"], weights, rtol=1e-9, atol=1e-9, msg=f"{cell}: {{}}".format)
         for position in range(len(ranks[0]["losses"])):
@@ -149,8 +140,7 @@ def test_training_on_split_layers_equals_a_loop_written_by_hand(cells: list[Cell
                 step, loss = result["losses"][position]
                 losses[step].append(loss)
         for step, of_step in enumerate(expected["losses"]):
-            assert len(losses[step]) == len(of_step)
-            assert all(map(close, losses[step], of_step)), (cell, step)
+            assert losses[step] == pytest.approx(of_step, rel=1e-9, abs=1e-9), (cell, step)
 
 
 def test_a_plan_that_is_missing_is_named_before_anything_runs() -> None:
@@ -164,21 +154,6 @@ def test_a_plan_that_is_missing_is_named_before_anything_runs() -> None:
         NoPlan(config_of(WORLD_2[0]))
 
 
-def refused(kind: type[Trained]) -> str:
-    trainer = kind(config_of(WORLD_2[0]))
-    with pytest.raises((ConfigError, HookError)) as error:
-        start(trainer._runtime)
-    trainer.close()
-    return str(error.value)
-
-
-def test_what_cannot_be_split_is_refused_on_all_ranks_with_what_to_do() -> None:
-    told = "SplitsNothing.apply_tensor_parallel split no parameter of self.model: each of the 2 ranks"
-    assert all(told in said for said in run_world(refused, 2, SplitsNothing))
-    told = "are tied, and the tensor-parallel plan splits them in different ways. Split both"
-    assert all(told in said for said in run_world(refused, 2, TornTies))
-
-
 class TornTies(Trained):
     def apply_tensor_parallel(self, mesh: Any) -> None:
         parallelize_module(self.model, mesh, {"head": ColwiseParallel()})
@@ -187,3 +162,95 @@ class TornTies(Trained):
 class SplitsNothing(Trained):
     def apply_tensor_parallel(self, mesh: Any) -> None:
         pass
+
+
+REFUSED: dict[type[Trained], str] = {
+    SplitsNothing: "SplitsNothing.apply_tensor_parallel split no parameter of self.model: each of the 2 ranks",
+    TornTies: "are tied, and the tensor-parallel plan splits them in different ways. Split both",
+}
+
+
+def refused(kind: type[Trained]) -> str:
+    with kind(config_of(WORLD_2[0])) as trainer, pytest.raises((ConfigError, HookError)) as error:
+        start(trainer._runtime)
+    return str(error.value)
+
+
+def test_what_cannot_be_split_is_refused_on_all_ranks_with_what_to_do() -> None:
+    for kind, errors in run_each(refused, 2, list(REFUSED)):
+        assert all(REFUSED[kind] in error for error in errors)
+
+
+HEAD = 4
+
+
+class Attention(nn.Module):
+    """Counts its heads from the tensor, which may have a half of one."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.query, self.out = nn.Linear(width, heads * HEAD), nn.Linear(heads * HEAD, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.query(x).view(*x.shape[:2], -1, HEAD).flatten(2))
+
+
+class Layers(nn.Module):
+    def __init__(self, hidden: int = 16, heads: int = 2) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(8), Attention(8, heads)
+        self.up, self.down = nn.Linear(8, hidden), nn.Linear(hidden, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        return x + self.down(self.up(self.norm(x)))
+
+
+def make_mistakes() -> dict[str, Any]:
+    world = World(dt.DeviceParameters(device="cpu", tensor_parallel=2), shard_by_default=False)
+    told: dict[str, Any] = {}
+    plan = {"attention.query": ColwiseParallel(), "attention.out": RowwiseParallel()}
+    plan |= {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    whole = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
+    for name, model, x in [
+        ("fits", Layers(), whole),
+        ("hidden", Layers(hidden=5), whole),
+        ("heads", Layers(heads=3), whole),
+        ("length", Layers(), whole[:, : 4 - world.rank]),
+    ]:
+        parallelize_module(model, world.mesh["tp"], plan)
+        try:
+            with EqualParts({"model": model}, world).compared():
+                model(x)
+        except (RanksDifferError, RuntimeError) as error:
+            told[name] = (type(error), str(error), error.__notes__ if isinstance(error, RuntimeError) else [])
+        assert not any(module._forward_pre_hooks for module in (model, model.attention)), name
+    world.close()
+    return told
+
+
+def test_parts_that_are_not_equal_are_refused_on_all_ranks_with_what_fits() -> None:
+    for told in run_world(make_mistakes, 2):
+        assert told.keys() == {"hidden", "heads", "length"}
+        kind, message, _ = told["hidden"]
+        assert kind is RanksDifferError
+        assert message.startswith(
+            "model.down is given parts of unequal sizes on the tensor_parallel=2 ranks: [[2, 6, 3]], "
+        )
+        assert "[[2, 6, 2]]. A plan cuts into equal parts" in message
+        assert "that are multiples of 2." in message
+        _, message, _ = told["length"]
+        assert message.startswith(
+            "model is given parts of unequal sizes on the tensor_parallel=2 ranks: [[2, 4, 8]], [[2, 3"
+        )
+        kind, _, (note,) = told["heads"]
+        assert kind is RuntimeError
+        assert "Under tensor_parallel=2 each rank has a part of model.attention.query, which ran last." in note
+        assert "Parts have to be whole heads, of a number that 2 divides" in note
+
+
+def test_weights_that_no_block_can_hold_are_refused_by_their_names() -> None:
+    model = Layers()
+    model.attention.phase = nn.Parameter(torch.ones(8, dtype=torch.complex64))
+    with pytest.raises(ConfigError, match="norm.weight of torch.float32 and attention.phase of torch.comp"):
+        shard_by_blocks(model, [], {}, {}, lambda _: False)

@@ -1,8 +1,6 @@
 """Tokens: counted exactly over ranks, as a limit, in the log, in schedules and after a resume."""
 
-import os
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -88,9 +86,8 @@ def config_of(callbacks: tuple[dt.Callback, ...] = (), accumulation: int = 1, **
     return make_config(gradient_accumulation_steps=accumulation, checkpoint=checkpoint, **options | training)
 
 
-def train(directory: str | Path, trainer_class: str = "Words", **options: Any) -> dict[str, Any]:
-    os.chdir(directory)
-    with globals()[trainer_class](config_of(**options)) as trainer:
+def train(trainer_class: type[Words] = Words, **options: Any) -> dict[str, Any]:
+    with trainer_class(config_of(**options)) as trainer:
         trainer.fit()
         return {
             "step": trainer.global_step,
@@ -102,17 +99,17 @@ def train(directory: str | Path, trainer_class: str = "Words", **options: Any) -
 
 
 @pytest.mark.parametrize(("ranks", "accumulation"), [(1, 4), (2, 2)])
-def test_tokens_are_counted_over_all_ranks_and_end_the_run(ranks: int, accumulation: int, tmp_path: Path) -> None:
+def test_tokens_are_counted_over_all_ranks_and_end_the_run(ranks: int, accumulation: int) -> None:
     by_step = tokens_by_step(STEPS)
     assert len(set(by_step)) > 1, "else steps would do as well"
     limit = sum(by_step[:4]) - 1
-    for found in run_world(partial(train, accumulation=accumulation, max_tokens=limit), ranks, str(tmp_path)):
+    for found in run_world(partial(train, accumulation=accumulation, max_tokens=limit), ranks):
         assert (found["step"], found["tokens"], found["total_steps"]) == (4, sum(by_step[:4]), None)
         logged = [line["tokens_seen"] for line in found["lines"]]
         assert logged == np.cumsum(by_step[:4]).tolist()
 
 
-def test_a_resumed_run_counts_on_and_follows_the_same_rates(tmp_path: Path) -> None:
+def test_a_resumed_run_counts_on_and_follows_the_same_rates() -> None:
     by_step = tokens_by_step(STEPS)
     before = [0, *np.cumsum(by_step).tolist()]
     limit = before[STEPS]
@@ -124,13 +121,13 @@ def test_a_resumed_run_counts_on_and_follows_the_same_rates(tmp_path: Path) -> N
     rates: list[float] = []
     for until in (1, 3, None):
         # The limit stays: the rates depend on it.
-        found = train(tmp_path, "Scheduled", max_tokens=limit, max_steps=until)
+        found = train(Scheduled, max_tokens=limit, max_steps=until)
         rates += found["rates"]
     assert rates == pytest.approx(wanted)
     assert (found["tokens"], found["step"]) == (limit, STEPS)
 
 
-def test_callbacks_follow_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_callbacks_follow_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     calls: list[int] = []
     limit = sum(tokens_by_step(20))
     callbacks = (
@@ -138,7 +135,7 @@ def test_callbacks_follow_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[s
         dt.Progress(line_seconds=0.0),
         api.Throughput(every_n_steps=5, warm_up_steps=1),
     )
-    found = train(tmp_path, callbacks=callbacks, max_tokens=limit)
+    found = train(callbacks=callbacks, max_tokens=limit)
     counts = [line["tokens_seen"] for line in found["lines"] if "tokens_seen" in line]
     expected = [after for before, after in zip([0, *counts], counts, strict=False) if after // 200 > before // 200]
     assert calls == expected
@@ -164,9 +161,9 @@ class Padded(Words):
         return {}
 
 
-def test_tokens_of_ranks_with_other_data_add_up(tmp_path: Path) -> None:
+def test_tokens_of_ranks_with_other_data_add_up() -> None:
     # Three batches of 2 x 3, and, of the four of the other rank, three of 2 x 4.
-    trained = run_world(partial(train, trainer_class="Padded", n_epochs=1, accumulation=2), 2, str(tmp_path))
+    trained = run_world(partial(train, trainer_class=Padded, n_epochs=1, accumulation=2), 2)
     assert [found["tokens"] for found in trained] == [42, 42]
 
 
@@ -175,10 +172,10 @@ class Untold(Words):
         return None
 
 
-def test_a_limit_in_tokens_that_nobody_counts_is_refused(tmp_path: Path) -> None:
+def test_a_limit_in_tokens_that_nobody_counts_is_refused() -> None:
     with pytest.raises(api.DataError, match="max_tokens=10, and batch_tokens gives None for a batch of type dict"):
-        train(tmp_path, "Untold", max_tokens=10)
-    assert train(tmp_path, "Untold", max_steps=1)["tokens"] == 0
+        train(Untold, max_tokens=10)
+    assert train(Untold, max_steps=1)["tokens"] == 0
 
 
 class Summed(Words):
@@ -191,16 +188,16 @@ class Averaged(Words):
         return (batch["documents"] >= 0).float().sum()
 
 
-def test_a_count_may_be_a_tensor_of_one_whole_number(tmp_path: Path) -> None:
+def test_a_count_may_be_a_tensor_of_one_whole_number() -> None:
     by_step = tokens_by_step(3)
-    found = train(tmp_path, "Summed", max_steps=3)
+    found = train(Summed, max_steps=3)
     assert (type(found["tokens"]), found["tokens"]) == (int, sum(by_step))
     assert [line["tokens_seen"] for line in found["lines"]] == np.cumsum(by_step).tolist()
-    assert train(tmp_path, "Summed", max_steps=6)["tokens"] == sum(tokens_by_step(6))
+    assert train(Summed, max_steps=6)["tokens"] == sum(tokens_by_step(6))
     with pytest.raises(
         api.HookError, match=r"Averaged\.batch_tokens gave tensor\(\d+\.\) for a batch of type dict.*whole"
     ):
-        train(tmp_path, "Averaged", max_steps=9)
+        train(Averaged, max_steps=9)
 
 
 def test_what_batches_tell() -> None:

@@ -102,9 +102,7 @@ def test_val_steps_per_epoch_limits_the_batches() -> None:
 
 
 class Noisy(Checked):
-    """Draws from every generator in validation, and has a frozen part that stays in eval mode."""
-
-    noisy = True
+    """Draws from every generator in validation."""
 
     def setup(self) -> None:
         super().setup()
@@ -116,8 +114,7 @@ class Noisy(Checked):
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
-        if self.noisy:
-            random.random(), np.random.rand(), torch.rand(3)
+        random.random(), np.random.rand(), torch.rand(3)
         return super().validation_step(batch, batch_idx)
 
 
@@ -200,13 +197,9 @@ def test_what_cannot_be_validated_is_an_error_that_says_why(cls: Any, val: Any, 
 
 
 def test_several_validation_loaders_need_no_mixin() -> None:
-    class Named(Checked):
-        def post_val_epoch(self, metrics: dict[str, float]) -> None:
-            found.update(metrics)
-
-    found: dict[str, float] = {}
-    small.fit(Named(small.make_config(n_epochs=1), small.batches(2), {"a": small.batches(1), "b": small.batches(1)}))
-    assert {name.rpartition("/")[0] for name in found} == {"val/a", "val/b"}
+    loaders = {"a": small.batches(1), "b": small.batches(1)}
+    trainer = small.fit(Checked(small.make_config(n_epochs=1), small.batches(2), loaders))
+    assert {name.rpartition("/")[0] for name in trainer.metrics[0]} == {"val/a", "val/b"}
 
 
 def test_a_validation_step_without_a_loader_is_a_notice(caplog: pytest.LogCaptureFixture) -> None:
@@ -245,9 +238,7 @@ class Unsized:
         return iter(self.data)
 
 
-@pytest.mark.pitfall(45)
-@pytest.mark.pitfall(46)
-@pytest.mark.pitfall(13)
+@pytest.mark.pitfall(13, 45, 46)
 def test_each_sample_counts_once_over_ranks_and_a_rank_without_any_does_not_hang() -> None:
     results = run_world(validate_everywhere, 3)
     for case in results[0]:

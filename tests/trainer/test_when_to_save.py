@@ -69,8 +69,7 @@ def test_rank_0s_clock_counts_for_all() -> None:
 NAN, INF = math.nan, math.inf
 
 
-@pytest.mark.pitfall(7)
-@pytest.mark.pitfall(36)
+@pytest.mark.pitfall(7, 36)
 @pytest.mark.parametrize(
     ("script", "mode", "steps"),
     [
@@ -120,13 +119,6 @@ def test_the_best_and_the_last_two_stay_wherever_the_run_was_interrupted(stops: 
     for stop in (*stops, None):
         trainer = saves.fit_scripted(script, stop_after=stop, **RETAINED)
     assert saves.steps_of(trainer) == [2, 5, 6]
-
-
-def test_steps_kept_for_ever_stay_beside_the_newest() -> None:
-    trainer = saves.run(training={"n_epochs": 2}, save_every_n_steps=1, keep_every_n_steps=4, save_every_n_epochs=None)
-    assert trainer.saved == list(range(1, 13))
-    assert saves.steps_of(trainer) == [4, 8, 12]
-    assert not [path for path in trainer.checkpoint_dir.iterdir() if not path.name.startswith("step_")]
 
 
 class Acts(saves.Saves):
@@ -234,8 +226,7 @@ def test_an_exception_ends_a_run_with_its_last_step_saved(place: str, at: int, s
     saves.assert_as(straight, resumed)
 
 
-@pytest.mark.pitfall(2)
-@pytest.mark.pitfall(6)
+@pytest.mark.pitfall(2, 6)
 def test_an_exception_in_the_midst_of_a_window_leaves_nothing_of_it() -> None:
     training = saves.VALIDATING | {"gradient_accumulation_steps": 2}
     expected = saves.run(experiment="straight", training=training, callbacks=[saves.Validated()])

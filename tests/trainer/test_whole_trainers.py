@@ -13,8 +13,8 @@ import dream_trainer as dt
 from tests.api import DistributedDataLoader
 from tests.trainer.arithmetic import full
 from tests.trainer.meshes import BATCH, VOCABULARY, Case, Rows, Trained, config_of, count, mean_loss
-from tests.trainer.small import fit_each
-from tests.worlds import run_world
+from tests.trainer.small import fit
+from tests.worlds import run_each, run_world
 
 ON_TWO = [Case(cp=2, shard="auto"), Case(tp=2, plan="layers"), Case(pp=2), Case(dp=2, shard=2, ep=2, experts=True)]
 ON_FOUR = [Case(tp=2, dp=2, shard=2), Case(pp=2, dp=2, shard="auto", schedule="ZBVZeroBubble", blocks=4)]
@@ -63,37 +63,29 @@ class Whole(Trained):
         self.trained.reset()
 
 
-def train(cases: list[Case], directory: str) -> list[dict[str, Any]]:
-    results = []
-    for number, case in enumerate(cases):
-        here = Path(directory, str(number))
-        os.makedirs(here, exist_ok=True)
-        os.chdir(here)
-        config = config_of(replace(case, steps=STEPS), n_epochs=2, on_nonfinite="retry")
-        config = replace(
-            config,
-            callbacks=[dt.EMA(0.5)],
-            checkpoint_parameters=dt.CheckpointParameters(
-                save_every_n_epochs=None, save_at_end=False, best_metric="val/loss", save_on_best=True
-            ),
-        )
-        with Whole(config) as trainer:
-            trainer.fit()
-            trainer.export("weights.safetensors", overwrite=True)
-            trainer.export("ema.safetensors", weights="ema", overwrite=True)
-            results.append(
-                {
-                    "norms": trainer.norms,
-                    "logged": [{k: v for k, v in line.items() if k != "time"} for line in trainer.history],
-                    "evaluated": trainer.evaluate(),
-                    "best": dict(trainer.best),
-                    "counters": (trainer.samples_seen, trainer.global_step, trainer.skipped_steps),
-                    "totals": trainer.totals,
-                    "checkpoints": [(c.step, c.metrics) for c in trainer.checkpoints()],
-                    "predicted": trainer.predict(DistributedDataLoader(Rows(5), 3, drop_last=False)),
-                }
-            )
-    return results
+def train(numbered: tuple[int, Case], directory: Path) -> dict[str, Any]:
+    number, case = numbered
+    here = directory / str(number)
+    os.makedirs(here, exist_ok=True)
+    os.chdir(here)
+    saves = dt.CheckpointParameters(
+        save_every_n_epochs=None, save_at_end=False, best_metric="val/loss", save_on_best=True
+    )
+    config = config_of(replace(case, steps=STEPS), n_epochs=2, on_nonfinite="retry")
+    with Whole(replace(config, callbacks=[dt.EMA(0.5)], checkpoint_parameters=saves)) as trainer:
+        trainer.fit()
+        trainer.export("weights.safetensors", overwrite=True)
+        trainer.export("ema.safetensors", weights="ema", overwrite=True)
+        return {
+            "norms": trainer.norms,
+            "logged": [{k: v for k, v in line.items() if k != "time"} for line in trainer.history],
+            "evaluated": trainer.evaluate(),
+            "best": dict(trainer.best),
+            "counters": (trainer.samples_seen, trainer.global_step, trainer.skipped_steps),
+            "totals": trainer.totals,
+            "checkpoints": [(c.step, c.metrics) for c in trainer.checkpoints()],
+            "predicted": trainer.predict(DistributedDataLoader(Rows(5), 3, drop_last=False)),
+        }
 
 
 def numbers(value: Any) -> Any:
@@ -119,12 +111,11 @@ def test_what_surrounds_a_step_is_one_processs_on_every_mesh(n_ranks: int, cases
     pytest.importorskip("torchmetrics")
     from safetensors.torch import load_file
 
-    (alone,) = run_world(train, 1, [case.alone for case in cases], str(tmp_path / "alone"))
-    by_rank = run_world(train, n_ranks, cases, str(tmp_path / "ranks"))
-    for number, (case, expected) in enumerate(zip(cases, alone, strict=True)):
+    alone = run_each(train, 1, list(enumerate(case.alone for case in cases)), tmp_path / "alone")
+    by_case = run_each(train, n_ranks, list(enumerate(cases)), tmp_path / "ranks")
+    for ((number, case), ranks), (_, (expected,)) in zip(by_case, alone, strict=True):
         assert expected["counters"] == (2 * STEPS * BATCH, 2 * STEPS, 0)
-        for rank in by_rank:
-            found = rank[number]
+        for found in ranks:
             torch.testing.assert_close(found.pop("predicted"), expected["predicted"], rtol=1e-9, atol=1e-9)
             for name, value in found.items():
                 assert value == numbers(expected[name]), (case, name)
@@ -133,12 +124,7 @@ def test_what_surrounds_a_step_is_one_processs_on_every_mesh(n_ranks: int, cases
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9, msg=f"{case}: {{}}".format)
 
 
-MARKED = [
-    Case(tp=2, steps=1),
-    Case(cp=2, steps=1, shard="auto"),
-    Case(pp=2, steps=1),
-    Case(dp=2, ep=2, experts=True, steps=1),
-]
+MARKED = [replace(case, steps=1) for case in (Case(tp=2), Case(cp=2, shard="auto"), Case(pp=2), ON_TWO[3])]
 
 
 class Marked(Trained):
@@ -161,15 +147,15 @@ class Marked(Trained):
         self.optimizer = torch.optim.AdamW(self.model.parameters())
 
 
-def marks(cases: list[Case]) -> list[dict[str, dict[str, Any]]]:
-    return fit_each((Marked(config_of(case)) for case in cases), lambda trainer: trainer.marks)
+def marks(case: Case) -> dict[str, dict[str, Any]]:
+    return fit(Marked(config_of(case))).marks
 
 
 def test_attributes_of_parameters_are_those_of_configure_models() -> None:
-    ((alone,),) = run_world(marks, 1, [Case(steps=1)])
+    (alone,) = run_world(marks, 1, Case(steps=1))
     assert {mark["no_decay"] for mark in alone.values()} == {True, False}
-    for ranks in run_world(marks, 2, MARKED):
-        for case, found in zip(MARKED, ranks, strict=True):
+    for case, ranks in run_each(marks, 2, MARKED):
+        for found in ranks:
             assert {mark["full_name"] for mark in found.values()} == set(found), case
             no_decay = {name: mark["no_decay"] for name, mark in found.items()}
             if case.tp == 2:

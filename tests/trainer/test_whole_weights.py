@@ -1,19 +1,22 @@
-"""Methods that save or count are not forwards, `gathered` gives plain and whole weights, and what a trainer is given
-that was built too early is made equal over ranks or refused."""
+"""Whole weights beside their shards: methods that save or count, `gathered`, code that reads or writes either. Models
+and optimizers that were built too early are made equal over ranks or refused."""
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.nn.functional import mse_loss
 
-from tests.api import HookError, StepError, start
-from tests.trainer.arithmetic import same_bits
-from tests.trainer.small import BY_BLOCKS, Samples, Sharded, make_config, network, weights
-from tests.worlds import run_world
+import dream_trainer as dt
+from tests.api import DistributedDataLoader, HookError, StepError, start
+from tests.trainer.arithmetic import full, same_bits
+from tests.trainer.small import BY_BLOCKS, Samples, Sharded, error_of, make_config, network, weights
+from tests.worlds import run_each, run_world
 
 
 def loader() -> Any:
@@ -157,3 +160,126 @@ def test_an_optimizer_of_parameters_that_no_model_has_is_refused_on_all_ranks(
 ) -> None:
     for said in run_world(refused, 2, kind):
         assert all(word in said for word in words), said
+
+
+LENGTH, GLOBAL = 24, 4
+
+
+class OwnLists(torch.optim.SGD):
+    """Works on parameters that it holds beside its groups, with averages of them from its constructor."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        mine = [p for group in self.param_groups for p in group["params"]]
+        self.halves = {"first": mine[:2], "rest": tuple(mine[2:])}
+        self.averages = [p.detach().clone() for p in mine]
+        self.inner = torch.optim.SGD([{"params": mine[:2]}, {"params": mine[2:]}], lr=lr)
+
+    def halve_gradients(self) -> None:
+        for p in (*self.halves["first"], *self.halves["rest"]):
+            assert p.grad is not None
+            p.grad.mul_(0.5)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        for p, average in zip([*self.halves["first"], *self.halves["rest"]], self.averages, strict=True):
+            average.lerp_(p, 0.1)
+            p.lerp_(average, 0.5)
+
+
+class Hides(torch.optim.SGD):
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.hidden = SimpleNamespace(params=[p for group in self.param_groups for p in group["params"]])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.hidden.params:
+            p.mul_(0.9)
+
+
+OWN: dict[str, Any] = {
+    "state of the constructor": torch.optim.Adagrad,
+    "an optimizer's lists": OwnLists,
+    "an optimizer's objects": Hides,
+}
+
+
+class Trained(Sharded, dt.CheckpointMixin):
+    kind = ""
+
+    def configure_optimizers(self) -> None:
+        self.kept = list(self.model[0].parameters())
+        make = OWN.get(self.kind, torch.optim.Adam)
+        self.optimizer = make(self.model.parameters(), lr=0.05)
+        self.found: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        self.backward(mse_loss(self.model(batch[0]), batch[1]))
+        if self.kind == "an optimizer's lists":
+            self.reduce_gradients(self.optimizer)
+            self.optimizer.halve_gradients()
+        if self.kind == "kept list":
+            self.reduce_gradients(self.optimizer)
+            nn.utils.clip_grad_norm_(self.kept, 0.01)
+        self.step(self.model, self.optimizer)
+        if self.kind in ("average of clamped", "kept list"):
+            for parameter in self.kept:
+                parameter.data.clamp_(-0.2, 0.2)
+        return {}
+
+    def post_epoch(self) -> None:
+        if self.kind == "averages in an event":
+            self.look_at_averages()
+        if self.kind == "saved in an event":
+            self.save_checkpoint()
+            self.load_checkpoint(self.checkpoints()[-1].path)
+        if self.kind == "weights in an event":
+            with self.changing_weights():
+                for parameter in self.model.parameters():
+                    parameter.data.mul_(0.9)
+
+    def look_at_averages(self) -> None:
+        with self.get_callback(dt.EMA).averaged_weights():
+            self.found.append(float(self.model(Samples(LENGTH).x).sum()))
+
+
+KINDS = [
+    *("average of clamped", "averages in an event", "saved in an event", "weights in an event"),
+    *("kept list", "state of the constructor", "an optimizer's lists"),
+]
+
+
+def train(kind: str, directory: Path) -> dict[str, Any]:
+    os.chdir(directory)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    config = make_config(experiment=kind.replace(" ", "-"), n_epochs=3, callbacks=[dt.EMA(0.5)])
+    trainer = Trained(config, DistributedDataLoader(Samples(LENGTH), GLOBAL // ranks))
+    trainer.kind = kind
+    with trainer:
+        trainer.fit()
+        averages = {name: full(value) for name, value in trainer.get_callback(dt.EMA).averaged("model").items()}
+        return {"weights": weights(trainer.model), "averages": averages, "found": trainer.found}
+
+
+@pytest.mark.pitfall(104)
+def test_shards_and_whole_parameters_are_never_apart(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    alone = run_each(train, 1, KINDS, tmp_path / "one")
+    for (kind, ranks), (_, (expected,)) in zip(run_each(train, 2, KINDS, tmp_path / "two"), alone, strict=True):
+        for found in ranks:
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10, msg=f"{kind}: {{}}".format)
+
+
+def refused_beside_shards() -> str:
+    trainer = Trained(make_config(n_epochs=1), DistributedDataLoader(Samples(LENGTH), 2))
+    trainer.kind = "an optimizer's objects"
+    return error_of(trainer)
+
+
+def test_an_optimizer_that_would_write_beside_the_shards_is_refused_on_all_ranks() -> None:
+    for said in run_world(refused_beside_shards, 2):
+        assert "0.0.0.weight" in said
+        assert "param_groups" in said
