@@ -267,10 +267,10 @@ def test_an_event_is_the_same_for_callbacks_and_the_trainer(event: str) -> None:
 
 # To be lowered as release 0.4 goes on; docs/baseline.md has where they are to end.
 MOST = {
-    "files of the package": 206,
-    "lines of the package": 43_481,
-    "lines of testing/ and planning/": 2_994,
-    "`raise` statements": 682,
+    "files of the package": 201,
+    "lines of the package": 42_708,
+    "lines of testing/ and planning/": 2_863,
+    "`raise` statements": 669,
     "modules under 60 lines": 13,
     "modules with one importer, in their folder": 11,
     "modules in the largest folder": 18,
@@ -280,9 +280,9 @@ MOST = {
     "files that name an axis": 6,
     "stack walks": 1,
     "`WeakKeyDictionary` and `WeakTensorKeyDictionary`": 1,
-    "`global` statements": 2,
+    "`global` statements": 1,
     "files that import ctypes": 0,
-    "lines of tests": 54_609,
+    "lines of tests": 53_472,
 }
 
 
