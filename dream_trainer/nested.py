@@ -135,7 +135,7 @@ def map_children(visit: Callable[[Any], Any], tree: Any) -> Any:
         items = [visit(value) for value in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
-        return tree._make(items) if isinstance(tree, NamedTupleLike) else type(tree)(items)
+        return tree._make(items) if isinstance(tree, tuple) and isinstance(tree, NamedTupleLike) else type(tree)(items)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         values = {field.name: attrgetter(field.name)(tree) for field in dataclasses.fields(tree)}
         changed = {name: new for name, old in values.items() if (new := visit(old)) is not old}

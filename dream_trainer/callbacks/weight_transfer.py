@@ -93,7 +93,7 @@ class WeightTransfer(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Whether the source has changed since the last transfer."""
-        self.post_train_step(self._trainer)  # a checkpoint may be asked for before that event comes
+        WeightTransfer.post_train_step(self, self._trainer)  # a checkpoint may be asked for before that event comes
         return {"has_stepped": self._pairs.will_move()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

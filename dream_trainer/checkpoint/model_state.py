@@ -75,12 +75,15 @@ def model_configs(models: Mapping[str, nn.Module]) -> dict[str, dict[str, Any]]:
     configs: dict[str, dict[str, Any]] = {}
     for name, model in models.items():
         config: Any = getattr(model, "config", None)
-        has_own = hasattr(config, "to_dict")
-        if has_own or (is_dataclass(config) and not isinstance(config, type)):
-            with suppress(TypeError, ValueError):  # not plain values: exports are made without it
-                values = config.to_dict() if has_own else to_dict(config)
-                json.dumps(values)
-                configs[name] = values
+        with suppress(TypeError, ValueError):  # a config of some other kind: exports are made without it
+            if hasattr(config, "to_dict"):
+                values = config.to_dict()
+            elif is_dataclass(config) and not isinstance(config, type):
+                values = to_dict(config)
+            else:
+                continue
+            json.dumps(values)
+            configs[name] = values
     return configs
 
 

@@ -291,7 +291,7 @@ def _names(mesh: DeviceMesh | None) -> tuple[str, ...]:
     return mesh.mesh_dim_names or tuple(str(number) for number in range(mesh.ndim))
 
 
-# -- Optimizers take their state back: by the names of parameters, on any mesh, in place of what they have.
+# -- Loading, on any mesh. State is found by the names of parameters and replaces that of the optimizer.
 
 
 class Prepared(NamedTuple):

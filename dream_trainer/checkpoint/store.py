@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from dream_trainer.checkpoint import typed_json
-from dream_trainer.checkpoint.blocks import blaming
 from dream_trainer.checkpoint.files import (
     SHARED_NAME,
     FileEntry,
@@ -237,14 +236,23 @@ def read_shared(path: Path) -> dict[str, Any]:
 
 
 def read_rank(path: Path, rank: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    from safetensors import SafetensorError
     from safetensors.torch import load
 
     manifest, name = read_manifest(path), f"{rank_name(rank)}.safetensors"
-    with blaming(path / name):
-        return _read_json(manifest, f"{rank_name(rank)}.json"), load(manifest.read(name))
+    state = _read_json(manifest, f"{rank_name(rank)}.json")
+    try:
+        return state, load(manifest.read(name))
+    except (SafetensorError, KeyError) as error:
+        raise DamagedCheckpointError(f"{manifest.path / name} is not a safetensors file: {error}.") from error
 
 
 def _read_json(manifest: Manifest, name: str) -> dict[str, Any]:
-    with blaming(manifest.path / name):
-        state: dict[str, Any] = typed_json.loads(manifest.read(name))
-        return state
+    content = manifest.read(name)
+    try:
+        state = typed_json.loads(content)
+        if not isinstance(state, dict):
+            raise ValueError(f"it contains an object of type {type(state).__name__} where a dict was written")
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{manifest.path / name} is damaged: {error}.") from error
+    return state

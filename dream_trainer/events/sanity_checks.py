@@ -56,7 +56,7 @@ class SanityChecks(Callback):
                     f"BatchNorm learns no statistics. Call self.{name}.train() in configure_models; models that "
                     "from_pretrained has loaded are in eval mode. Parts that are to stay in it can be set to it after.",
                 )
-        # Gradients of what is left out are computed, reduced and never cleared: each accumulation step adds to them.
+        # Left-out parameters get gradients that are reduced and never cleared: each accumulation step adds to them.
         updated = {id(parameter) for parameter in _optimized(trainer)}
         named = [(name, p) for model_name, model in models for name, p in model.named_parameters(model_name)]
         if left_out := [name for name, p in named if p.requires_grad and id(p) not in updated]:

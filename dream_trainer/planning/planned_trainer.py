@@ -10,7 +10,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache, partial
 from types import SimpleNamespace
@@ -451,7 +451,8 @@ class MeasuredTrainer(BaseTrainer):
                 with self._tracker.window(self._parts()):
                     self._run_window(window)
                 steps.append(self._tracker.plan_of(self))
-        type(self)._done(max(steps, key=lambda each: each.peak))
+        worst = max(steps, key=lambda each: each.peak)
+        type(self)._done(replace(worst, numbers=steps[-1].numbers))  # later stages are planned with these
 
     def _values(self) -> AbstractContextManager[Any]:
         return nullcontext()

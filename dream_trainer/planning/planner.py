@@ -299,10 +299,10 @@ def plan(
             assert plan("train.py", world=64, gpu_memory="80GiB").fits
         ```
     """
-    of_user = replace(Program.of(program), arguments=overrides)
-    job = RankJob(program=of_user, world_size=world, ranks_per_host=ranks_per_host)
     memory = None if gpu_memory is None else parse_size(gpu_memory)
     try:
+        of_user = replace(Program.of(program), arguments=overrides)
+        job = RankJob(program=of_user, world_size=world, ranks_per_host=ranks_per_host)
         (found,) = apart(f"{__name__}.send", job, rank, memory, Rates() if search else None)
     except ConfigError as error:
         raise PlanError(str(error)) from error

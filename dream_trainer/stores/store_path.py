@@ -133,7 +133,10 @@ class StorePath(PosixPath):
     @contextmanager
     def _files(self) -> Iterator[Any]:
         """fsspec's file system; every error is made one of the three kinds, without secrets that came with it."""
-        files = open_store(self.parts[0].rstrip(":"))
+        try:
+            files = open_store(self.parts[0].rstrip(":"))
+        except FileNotFoundError as error:  # of credentials, not of the object
+            raise ConnectionError(f"{self}: {without_secrets(error)}") from None
         try:
             yield files
             return

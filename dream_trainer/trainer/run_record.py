@@ -80,7 +80,7 @@ def write_record(run_dir: Path, record: RunRecord) -> None:
 def read_record(run_dir: Path) -> RunRecord | None:
     """The record of a run; None if there is none, or none that can be read."""
     try:
-        found = json.loads((run_dir / RECORD_NAME).read_text())
+        found = {**json.loads((run_dir / RECORD_NAME).read_text())}
         record = RunRecord(**{part.name: found[part.name] for part in fields(RunRecord) if part.name in found})
         record.metrics = {name: float(value) for name, value in record.metrics.items()}
         record.best = {
