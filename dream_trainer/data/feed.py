@@ -68,7 +68,8 @@ class WindowFeed:
             self._sought = None
         if not self._fetched:
             self._fetched.append(self._load())
-        if self.window is not None and self.window.is_last is None and len(self._fetched) == 1:
+        window = self._fetched[0]
+        if window is not None and window.is_last is None and len(self._fetched) == 1:
             self._fetched.append(self._load())
         self.seconds_waiting += time.perf_counter() - started
 
@@ -95,7 +96,7 @@ class WindowFeed:
 
     def take(self) -> Window | None:
         """The window to train now; None if a pass had none for all ranks."""
-        window = self.window
+        window = self._fetched[0]
         if self._begins_pass:
             self._begins_pass = False
             # A dataset may change between two passes, but in the same way on all ranks; a collective
