@@ -369,10 +369,11 @@ def train(case: Case) -> dict[str, Any]:
         gradient_accumulation_steps=case.accumulation,
         sync_policy=case.sync_policy,
         devices=dt.DeviceParameters(device="cpu", activation_checkpointing=case.recompute),
+        fsdp=small.BY_BLOCKS if case.layout == "blocks" else None,
         **policy,
     )
     kind = KINDS[case.kind]
-    with (small.sharded(kind) if case.layout == "fsdp" else kind)(config, case) as trainer:
+    with (kind if case.layout == "replicate" else small.sharded(kind))(config, case) as trainer:
         trainer.fit()
         return {name: small.weights(model) for name, model in trainer.named_models().items()}
 
@@ -412,11 +413,11 @@ def by_hand(case: Case, world_size: int) -> dict[str, Any]:
     return {name: small.weights(model) for name, model in models.items()}
 
 
-LAYOUTS = ("replicate", "fsdp")
+LAYOUTS = ("replicate", "fsdp", "blocks")
 CASES = [
     *(Case("early", layout, sync_policy=policy) for layout in LAYOUTS for policy in POLICIES),
     *(Case("early", layout, 3, weighted=True) for layout in LAYOUTS),
-    Case("bare", "fsdp"),
+    *(Case("bare", layout) for layout in LAYOUTS[1:]),
     *(Case("critic", layout, accumulation) for layout in LAYOUTS for accumulation in (1, 3)),
     *(Case("critic", layout, 2, weighted=True) for layout in LAYOUTS),
     *(Case("retried", layout, 2) for layout in LAYOUTS),
