@@ -345,7 +345,7 @@ MUTANTS = [
         "dream_trainer/trainer/step/gradients.py",
         ".square() / group.copies",
         ".square()",
-        f"{PARITY} -k [2]",
+        "tests/trainer/test_tensor_parallel.py -k hand",
     ),
     Mutant(
         "gradients scaled up to the clipping limit",

@@ -78,6 +78,11 @@ def test_weights_make_each_sample_count_alike_however_unequal_the_batches_are(as
     assert_same_weights(weights(trainer.model), by_hand([[(x[:10], y[:10])], [(x[10:], y[10:])]]))
 
 
+def test_a_limit_above_the_norm_changes_no_gradient() -> None:
+    trainer = train(steps, batches(6), gradient_clip_norm=1e3)
+    assert_same_weights(weights(trainer.model), by_hand(windows_of(batches(6), 1)))
+
+
 def test_a_weight_counts_as_it_was_when_it_was_given() -> None:
     counter = torch.zeros(())  # one tensor that is filled again for each micro-batch
     filled_again = train(weighing(lambda n: counter.fill_(1 + n % 3)), batches(6), gradient_accumulation_steps=2)
