@@ -282,7 +282,7 @@ MOST = {
     "`WeakKeyDictionary` and `WeakTensorKeyDictionary`": 1,
     "`global` statements": 1,
     "files that import ctypes": 0,
-    "lines of tests": 53_478,
+    "lines of tests": 53_480,
 }
 
 
