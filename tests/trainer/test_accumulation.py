@@ -260,9 +260,12 @@ def steps_twice(trainer: Alone, batch: Batch, batch_idx: int) -> None:
     steps(trainer, batch, batch_idx)
 
 
-@pytest.mark.parametrize("step", [zeroes_after_its_step, zeroes_before_its_backward, steps_twice])
-def test_habits_of_a_plain_loop_are_harmless_in_windows_of_one(step: Step) -> None:
-    train(step, batches(4))
+@pytest.mark.parametrize(
+    ("step", "times"), [(zeroes_after_its_step, 1), (zeroes_before_its_backward, 1), (steps_twice, 2)]
+)
+def test_habits_of_a_plain_loop_are_harmless_in_windows_of_one(step: Step, times: int) -> None:
+    stepped = [batch for batch in batches(4) for _ in range(times)]
+    assert_same_weights(weights(train(step, batches(4)).model), by_hand(windows_of(stepped, 1)))
 
 
 @pytest.mark.pitfall(17)
