@@ -62,7 +62,7 @@ _NAMES = {
     "dream_trainer.data.foreign": "SeededPass draws_at_start_only",
     "dream_trainer.data.loader": "DistributedDataLoader PerRankLoader loader_batch_size rebuild",
     "dream_trainer.data.loader_groups": "turns",
-    "dream_trainer.data.mixtures.mixture": "Mixture BLOCK IndexPermutation Stage weights_by_position",
+    "dream_trainer.data.mixture": "Mixture BLOCK IndexPermutation Stage weights_by_position",
     "dream_trainer.data.sampler": (
         "ENDLESS OrderedDataset BatchKey KeyedDataset RankBatchSampler Sharding draws_nothing epoch_order sample_seed"
     ),
@@ -98,7 +98,7 @@ _NAMES = {
     "dream_trainer.events.callback": "Callback",
     "dream_trainer.loggers.buffer": "MetricBuffer Stamp TrainingRecord Record Records",
     "dream_trainer.loggers.run_log": "LoggerGroup RunLog check_loggers",
-    "dream_trainer.loggers.media": "Logger Audio Histogram Image Images Media Table Text Video",
+    "dream_trainer.loggers.interface": "Logger Audio Histogram Image Images Media Table Text Video",
     "dream_trainer.loggers.line_files": "ConsoleLogger CSVLogger JSONLLogger read_jsonl ImageFilesLogger pil_image",
     "dream_trainer.loggers.tensorboard": "TensorBoardLogger",
     "dream_trainer.loggers.trackers": "MLflowLogger WandbLogger",

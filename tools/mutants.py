@@ -1828,7 +1828,7 @@ MUTANTS = [
     ),
     Mutant(
         "a dead rank is not looked for",
-        "dream_trainer/distributed/failure.py",
+        "dream_trainer/distributed/job.py",
         "if host == this_host and not is_running(int(number))",
         "if not host",
         "tests/trainer/test_failures.py -k killed",
@@ -2003,21 +2003,21 @@ MUTANTS = [
     ),
     Mutant(
         "a mixture's blocks all round alike",
-        "dream_trainer/data/mixtures/mixture.py",
+        "dream_trainer/data/mixture.py",
         "        offset = _reversed_bits(block)\n",
         "        offset = 0\n",
         "tests/data/test_mixture.py",
     ),
     Mutant(
         "each epoch of a source has the same order",
-        "dream_trainer/data/mixtures/mixture.py",
+        "dream_trainer/data/mixture.py",
         "keys = scrambled(base + scrambled(epochs.reshape(-1)",
         "keys = scrambled(base + scrambled(0 * epochs.reshape(-1)",
         "tests/data/test_permutation.py tests/data/test_mixture.py",
     ),
     Mutant(
         "a mixture's changed weights are forgotten by a resume",
-        "dream_trainer/data/mixtures/mixture.py",
+        "dream_trainer/data/mixture.py",
         """            self._changes = [(at, dict(weights)) for at, weights in state["changes"]]\n""",
         "            self._changes = []\n",
         "tests/data/test_mixture_resume.py",

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from dream_trainer.data.lane_stream import StreamLoader as StreamLoader
     from dream_trainer.data.loader import DistributedDataLoader as DistributedDataLoader, PerRankLoader as PerRankLoader
     from dream_trainer.data.loader_groups import AlternatingLoaders as AlternatingLoaders, LoaderGroup as LoaderGroup
-    from dream_trainer.data.mixtures.mixture import Mixture as Mixture, Stage as Stage
+    from dream_trainer.data.mixture import Mixture as Mixture, Stage as Stage
     from dream_trainer.data.packing.attention_mask import (
         PackedSegments as PackedSegments,
         packed_attention as packed_attention,

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import NoReturn, Self
 
 from dream_trainer.compat.pytorch import Store
-from dream_trainer.distributed.failure import (
+from dream_trainer.distributed.hosts import HostPlace, host_key, host_name
+from dream_trainer.distributed.job import (
     LATER_SECONDS,
     LostHostError,
     announced_processes,
@@ -20,7 +21,6 @@ from dream_trainer.distributed.failure import (
     is_stopped,
     tell_failure,
 )
-from dream_trainer.distributed.hosts import HostPlace, host_key, host_name
 
 BEATS = 5  # beats within the limit
 LONGEST_BEAT_SECONDS = 2.0

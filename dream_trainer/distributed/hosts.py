@@ -21,7 +21,7 @@ import torch
 
 from dream_trainer.checks import listed
 from dream_trainer.compat.pytorch import Store
-from dream_trainer.distributed.failure import PACKAGE, all_arrive
+from dream_trainer.distributed.job import PACKAGE, all_arrive
 from dream_trainer.errors import ConfigError, RanksDifferError, is_own
 from dream_trainer.version import __version__
 

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from dream_trainer.compat.pytorch import Store
-from dream_trainer.distributed.failure import leave_lost_job
+from dream_trainer.distributed.job import leave_lost_job
 from dream_trainer.distributed.pulse import Requests
 from dream_trainer.screen import show
 

@@ -23,7 +23,7 @@ from typing import IO, NoReturn
 
 from dream_trainer.checks import listed
 from dream_trainer.compat.pytorch import Store, recorded_collectives
-from dream_trainer.distributed.failure import first_to_fail, tell_failure
+from dream_trainer.distributed.job import first_to_fail, tell_failure
 from dream_trainer.errors import line_running_in
 
 LOOK_SECONDS = 1.0  # how often a rank looks whether it moves

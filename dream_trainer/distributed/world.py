@@ -39,8 +39,8 @@ from dream_trainer.config.device_parameters import (
     refuse_split_copies,
     resolve_mesh,
 )
-from dream_trainer.distributed.failure import all_arrive, announce, end_job, job_store, store_for_group
 from dream_trainer.distributed.hosts import host_name, meet_hosts, place_among_hosts
+from dream_trainer.distributed.job import all_arrive, announce, end_job, job_store, store_for_group
 from dream_trainer.distributed.ranks import Ranks, refuse_differences
 from dream_trainer.errors import ConfigError, StepError
 

@@ -8,6 +8,7 @@ from dream_trainer.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from dream_trainer.loggers.buffer import Stamp as Stamp
+    from dream_trainer.loggers.interface import Logger as Logger
     from dream_trainer.loggers.line_files import (
         ConsoleLogger as ConsoleLogger,
         CSVLogger as CSVLogger,
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
         JSONLLogger as JSONLLogger,
         read_jsonl as read_jsonl,
     )
-    from dream_trainer.loggers.media import Logger as Logger
     from dream_trainer.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
     from dream_trainer.loggers.trackers import (
         MLflowLogger as MLflowLogger,

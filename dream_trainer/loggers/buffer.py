@@ -22,7 +22,7 @@ from dream_trainer.errors import HookError
 
 if TYPE_CHECKING:
     from dream_trainer.distributed.ranks import Ranks
-    from dream_trainer.loggers.media import Media, MediaLog
+    from dream_trainer.loggers.interface import Media, MediaLog
 
 Reduction = Literal["mean", "sum", "min", "max", "last"]
 Scalar = Tensor | float

@@ -20,7 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from dream_trainer.loggers.buffer import Stamp
-from dream_trainer.loggers.media import Audio, Histogram, Image, Images, Logger, Media, Table, Text, Video
+from dream_trainer.loggers.interface import Audio, Histogram, Image, Images, Logger, Media, Table, Text, Video
 from dream_trainer.screen import format_metrics, show
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.events.collection import numbered
 from dream_trainer.loggers.buffer import Flight, Record, Records, Scalar, Stamp, TrainingRecord
+from dream_trainer.loggers.interface import Logger, Media, MediaLog
 from dream_trainer.loggers.line_files import read_jsonl
-from dream_trainer.loggers.media import Logger, Media, MediaLog
 
 _FAILED = object()
 # Names for pip of modules that are called otherwise.

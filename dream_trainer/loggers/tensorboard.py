@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
 from typing_extensions import override
 
 from dream_trainer.loggers.buffer import Stamp
+from dream_trainer.loggers.interface import Audio, Histogram, Images, Logger, Media, Table, Text, Video, markdown
 from dream_trainer.loggers.line_files import set_aside
-from dream_trainer.loggers.media import Audio, Histogram, Images, Logger, Media, Table, Text, Video, markdown
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]

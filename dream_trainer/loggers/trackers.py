@@ -26,8 +26,8 @@ from dream_trainer.config.logger_parameters import (
 )
 from dream_trainer.config.serialize import leaves
 from dream_trainer.loggers.buffer import Stamp
+from dream_trainer.loggers.interface import Audio, Histogram, Images, Logger, Media, Table, Text, Video
 from dream_trainer.loggers.line_files import LineFile, gif, pil_image, read_jsonl, wav
-from dream_trainer.loggers.media import Audio, Histogram, Images, Logger, Media, Table, Text, Video
 
 if TYPE_CHECKING:
     import wandb

@@ -35,7 +35,7 @@ from dream_trainer.config import command_line
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.data.lane_stream import StreamLoader
 from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.distributed.failure import is_lost_connection
+from dream_trainer.distributed.job import is_lost_connection
 from dream_trainer.errors import ConfigError, DreamTrainerError, failing_frame, is_own, line_of
 from dream_trainer.testing.program import Program, become_rank, change, move, overridden
 from dream_trainer.testing.run_probe import Probe

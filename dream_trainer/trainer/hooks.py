@@ -19,7 +19,7 @@ from dream_trainer.distributed.world import World
 from dream_trainer.errors import HookError
 from dream_trainer.events.collection import BaseCallback
 from dream_trainer.loggers.buffer import Reduction
-from dream_trainer.loggers.media import MediaLog
+from dream_trainer.loggers.interface import MediaLog
 from dream_trainer.nested import to_device
 from dream_trainer.parallel.axis import Parallelism
 from dream_trainer.parallel.joined_buffers import BufferPolicy

@@ -23,8 +23,8 @@ from dream_trainer.checks import listed
 from dream_trainer.cleanup import in_a_line
 from dream_trainer.config.config_files import RECORD_NAME, SAVED_NAME as CONFIG_NAME, read_plain
 from dream_trainer.config.serialize import leaves, to_dict
-from dream_trainer.distributed.failure import dead_ranks, describe, is_lost_connection, is_running, job_store
 from dream_trainer.distributed.hosts import own_code
+from dream_trainer.distributed.job import dead_ranks, describe, is_lost_connection, is_running, job_store
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.loggers.buffer import Stamp
 from dream_trainer.loggers.line_files import json_ready, replace_file

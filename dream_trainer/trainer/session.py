@@ -15,7 +15,7 @@ from dream_trainer.cleanup import call_each, followed_by, in_a_line
 from dream_trainer.compat.pytorch import enable_flight_recorder
 from dream_trainer.config.checkpoint_parameters import ALL_KEPT
 from dream_trainer.config.trainer_config import change_training_parameters, let_go
-from dream_trainer.distributed.failure import is_lost_connection
+from dream_trainer.distributed.job import is_lost_connection
 from dream_trainer.distributed.ranks import refuse_differences
 from dream_trainer.distributed.seeds import hash_seed, seed_everything
 from dream_trainer.distributed.world import choose_device, close_at_exit, environment_ranks

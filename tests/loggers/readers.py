@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dream_trainer.loggers.buffer import Stamp
-from dream_trainer.loggers.media import Audio, Histogram, Image, Images, Table, Text, Video
+from dream_trainer.loggers.interface import Audio, Histogram, Image, Images, Table, Text, Video
 
 PIXELS = torch.zeros(3, 2, 5, dtype=torch.uint8)
 MEDIA = {

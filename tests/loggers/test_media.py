@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dream_trainer.loggers import media
+from dream_trainer.loggers import interface
 from tests.api import JSONLLogger, Ranks, Record, Records, Stamp
 
 
@@ -17,8 +17,8 @@ def logged(kind: str, *arguments: Any) -> tuple[Any, list[str]]:
     """The only value that a call of `MediaLog` logs, and its warnings."""
     records, warned = Records(), list[str]()
     records.current = Record(media=[])
-    log = media.MediaLog(records, Ranks.alone(), lambda _, message: warned.append(message))
-    vars(media.MediaLog)[kind](log, "sample", *arguments)
+    log = interface.MediaLog(records, Ranks.alone(), lambda _, message: warned.append(message))
+    vars(interface.MediaLog)[kind](log, "sample", *arguments)
     ((_, item, _),) = records.current.media or ()
     return item, warned
 
@@ -63,7 +63,7 @@ def test_what_is_of_another_type_is_refused_by_its_name() -> None:
 
 @pytest.mark.parametrize("values", [torch.randn(10_000), torch.ones(5), torch.zeros(0), torch.arange(9) / 8])
 def test_a_histogram_counts_as_numpy_does(values: torch.Tensor) -> None:
-    found = media.histogram(torch.cat([values, torch.tensor([math.nan, math.inf])]), bins=16)
+    found = interface.histogram(torch.cat([values, torch.tensor([math.nan, math.inf])]), bins=16)
     edges = np.array(found.edges)
     assert len(edges) == 17
     assert sum(found.counts) == len(values)
@@ -84,9 +84,9 @@ def test_table_cells_are_plain() -> None:
 @pytest.mark.pitfall(44)
 def test_texts_tables_and_histograms_are_lines_of_media_jsonl_over_restarts(tmp_path: Path) -> None:
     shown = {
-        "note": media.Text("hello"),
-        "rows": media.Table(("x",), ((math.nan,), ("a",))),
-        "weights": media.Histogram((1, 2), (0.0, 1.0, 2.0)),
+        "note": interface.Text("hello"),
+        "rows": interface.Table(("x",), ((math.nan,), ("a",))),
+        "weights": interface.Histogram((1, 2), (0.0, 1.0, 2.0)),
     }
     for first, resumed in ((1, None), (3, 2)):
         logger = JSONLLogger()
@@ -94,7 +94,7 @@ def test_texts_tables_and_histograms_are_lines_of_media_jsonl_over_restarts(tmp_
         for step in range(first, 5):
             for name, item in shown.items():
                 assert logger.log_media(name, item, Stamp(step, 0, 0, 0.0))
-        assert not logger.log_media("picture", media.Images(()), Stamp(9, 0, 0, 0.0))
+        assert not logger.log_media("picture", interface.Images(()), Stamp(9, 0, 0, 0.0))
         logger.close()
     lines = [json.loads(line) for line in (tmp_path / "media.jsonl").read_text().splitlines()]
     assert [(line["step"], line["name"]) for line in lines] == [(step, name) for step in (1, 2, 3, 4) for name in shown]

@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import dream_trainer as dt
-from dream_trainer.distributed import failure
+from dream_trainer.distributed import job
 from tests.api import DistributedDataLoader, Logger, Stamp, StepError
 from tests.trainer.small import Alone, Batch, Samples, Spread, batches, make_config, told
 from tests.worlds import run_world
@@ -154,7 +154,7 @@ def test_who_fails_on_an_exception_hides_neither_it_nor_keeps_it_from_the_others
 
 def close_one_after_the_other() -> tuple[list[str], int]:
     """Rank 0 closes more than a second before rank 1."""
-    failure.SAYS_SO_AFTER_SECONDS = 0.3
+    job.SAYS_SO_AFTER_SECONDS = 0.3
     trainer = Spread(make_config(max_steps=2), DistributedDataLoader(Samples(8), 2))
     trainer.fit()
     if not trainer.world.is_main:

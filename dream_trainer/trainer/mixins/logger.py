@@ -14,8 +14,8 @@ from dream_trainer.config.logger_parameters import LoggerConfigMixin, LoggerPara
 from dream_trainer.config.serialize import to_dict
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.loggers.buffer import Scalar, Stamp, TrainingRecord
+from dream_trainer.loggers.interface import Logger
 from dream_trainer.loggers.line_files import ConsoleLogger
-from dream_trainer.loggers.media import Logger
 from dream_trainer.loggers.progress import shows_a_bar
 from dream_trainer.loggers.run_log import LoggerGroup, RunLog, check_loggers
 from dream_trainer.trainer.abstract import AbstractTrainer

@@ -60,7 +60,7 @@ class Logger(ABC):
         """Writes `metrics`, means (or the requested reductions) over all values since the last call."""
 
     def log_media(self, name: str, media: Media, stamp: Stamp) -> bool:
-        """Writes an image, video, sound, table, histogram or text, one of the classes in `dream_trainer.loggers.media`.
+        """Writes an image, video, sound, table, histogram or text, one of the classes in this module.
 
         Returns whether this logger shows that kind. Default: none.
         """

@@ -1,1 +1,0 @@
-"""Several sources as one dataset, by weights that may change."""
