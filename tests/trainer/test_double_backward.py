@@ -8,7 +8,18 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
-from tests.trainer.small import Batch, filled_network, fit_each, make_config, network, sgd, sharded, train_on, weights
+from tests.trainer.small import (
+    BY_BLOCKS,
+    Batch,
+    filled_network,
+    fit_each,
+    make_config,
+    network,
+    sgd,
+    sharded,
+    train_on,
+    weights,
+)
 from tests.trainer.test_several_models import Body, micro_batches
 from tests.worlds import run_world
 
@@ -58,15 +69,16 @@ class Penalised(Body):
 
 CASES = [
     Case(kind, layout, accumulation)
-    for layout in ("replicate", "fsdp")
+    for layout in ("replicate", "fsdp", "blocks")
     for kind, accumulation in (("alone", 2), ("before", 1), ("after", 2), ("of the same output", 1))
 ]
 
 
 def train_all() -> list[dict[str, Tensor]]:
     def made(case: Case) -> Penalised:
-        config = make_config(n_epochs=1, gradient_accumulation_steps=case.accumulation)
-        return (sharded(Penalised) if case.layout == "fsdp" else Penalised)(config, case)
+        fsdp = BY_BLOCKS if case.layout == "blocks" else None
+        config = make_config(n_epochs=1, gradient_accumulation_steps=case.accumulation, fsdp=fsdp)
+        return (Penalised if case.layout == "replicate" else sharded(Penalised))(config, case)
 
     return fit_each(map(made, CASES), lambda trainer: weights(trainer.critic))
 

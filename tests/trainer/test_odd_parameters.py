@@ -7,7 +7,18 @@ from torch import Tensor
 
 import dream_trainer as dt
 from tests.api import ConfigError, DistributedDataLoader, JoinedBuffers, World, refuse_unsupported
-from tests.trainer.small import Samples, Spread, fill, make_config, network, sharded, train_by_hand, weights, windows
+from tests.trainer.small import (
+    BY_BLOCKS,
+    Samples,
+    Spread,
+    fill,
+    make_config,
+    network,
+    sharded,
+    train_by_hand,
+    weights,
+    windows,
+)
 from tests.worlds import run_world
 
 
@@ -32,17 +43,22 @@ class Scales(Spread, dt.CheckpointMixin):
     make_model = Scaled
 
 
-def train(cls: type[Scales], experiment: str, accumulation: int, steps: int) -> tuple[dict[str, Tensor], list[float]]:
+LAYOUTS = ("replicas", "whole in steps", "blocks")
+
+
+def train(layout: str, accumulation: int, steps: int) -> tuple[dict[str, Tensor], list[float]]:
     training = {"max_steps": steps, "gradient_accumulation_steps": accumulation}
     checkpoint = dt.CheckpointParameters(save_every_n_epochs=None)
-    config = make_config(experiment=experiment, checkpoint=checkpoint, **training)
+    fsdp = BY_BLOCKS if layout == "blocks" else None
+    config = make_config(experiment=layout, checkpoint=checkpoint, fsdp=fsdp, **training)
+    cls = Scales if layout == "replicas" else sharded(Scales)
     with cls(config, DistributedDataLoader(Samples(24), 2), make_optimizer=adamw) as trainer:
         trainer.fit()
         return weights(trainer.model), trainer.norms
 
 
-def train_both() -> list[tuple[dict[str, Tensor], list[float]]]:
-    return [train(cls, cls.__name__, 1, 3) for cls in (Scales, sharded(Scales))]
+def train_all() -> list[tuple[dict[str, Tensor], list[float]]]:
+    return [train(layout, 1, 3) for layout in LAYOUTS]
 
 
 @pytest.mark.pitfall(84)
@@ -53,12 +69,12 @@ def test_scalars_train_and_resume_on_another_number_of_ranks() -> None:
     for window in windows(24, 2, 2):
         norms += train_by_hand(model, optimizer, [window])
         states.append(weights(model))
-    for found in run_world(train_both, 2):
+    for found in run_world(train_all, 2):
         for state, its_norms in found:
             assert its_norms == pytest.approx(norms[:3], rel=1e-11)
             torch.testing.assert_close(state, states[2], rtol=0, atol=1e-12)
-    for cls in (Scales, sharded(Scales)):
-        state, its_norms = train(cls, cls.__name__, 2, 6)
+    for layout in LAYOUTS:
+        state, its_norms = train(layout, 2, 6)
         assert its_norms == pytest.approx(norms[3:6], rel=1e-9)
         torch.testing.assert_close(state, states[5], rtol=0, atol=1e-10)
 
