@@ -38,7 +38,7 @@ class RemoteRun(Destination):
     A thread of each rank does that. The threads only communicate through the job's note store, not by collectives, so a
     slow line causes no time-out."""
 
-    directory: StorePath
+    directory: StorePath  # pyright: ignore[reportIncompatibleVariableOverride]  (nobody sets it)
     run_dir: Path
     connect: Callable[[], Store | None]
 

@@ -77,7 +77,9 @@ class JoinedBuffers:
         for path, part in modules:
             for key, tensor in part.named_buffers(recurse=False):
                 name = f"{path}.{key}"
-                chosen = [policy for pattern, policy in self._policies.items() if re.search(pattern, name)]
+                chosen: list[BufferPolicy] = [
+                    policy for pattern, policy in self._policies.items() if re.search(pattern, name)
+                ]
                 of_norm = not chosen and isinstance(part, NormWithStatistics) and not isinstance(part, nn.SyncBatchNorm)
                 default: BufferPolicy = "mean" if key in ("running_mean", "running_var") else "as is"
                 policy = chosen[0] if chosen else default if of_norm else None

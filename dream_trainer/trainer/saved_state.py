@@ -107,7 +107,8 @@ def snapshot(
         } | ({"optimizers": own_of_optimizers} if own_of_optimizers else {})
         tensors_of_rank |= metric_tensors
         texts = typed_json.dumps(shared).encode(), typed_json.dumps(rank_state).encode()
-        return *texts, tensors_of_rank, _digests(runtime, plain) if world.world_size > 1 else {}
+        digests = _digests(runtime, plain) if world.world_size > 1 else {}
+        return *texts, tensors_of_rank, digests
 
     step = runtime.progress.global_step
     shared, rank_state, random_tensors, digests = on_all_ranks(world, f"save step {step}", serialise)
