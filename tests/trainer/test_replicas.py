@@ -194,7 +194,8 @@ class Turns(Painter):
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         made = self.generator(batch[0])
         self.critic.requires_grad_(True)
-        self.backward(mse_loss(self.critic(made.detach()), batch[1]), model=self.critic)
+        critic = self.critic[1:] if int(batch[2][0]) == 4 else self.critic  # of one rank's batches alone
+        self.backward(mse_loss(critic(made.detach()), batch[1]), model=self.critic)
         self.critic.requires_grad_(False)
         loss = self.critic(made).mean()
         if int(batch[2][0]) == 8 and not self.has_failed:
@@ -351,18 +352,26 @@ class Meddles(Painter):
         return {}
 
 
+def deep_network() -> nn.Module:
+    """With more parameters than are watched where nothing leaves before `step`."""
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(20)), nn.Linear(WIDTH, 1)).double()
+
+
 def meet_what_was_sent() -> list[str]:
     buckets.BUCKET_BYTES = ONE_EACH
-    return [
-        error_of(cls(make_config(devices=devices, max_steps=3, n_epochs=None), PerRankLoader(batches(8))))
-        for cls in (Twice, Meddles)
-        for devices in (CPU, OVERLAPPED)
-    ]
+    errors = []
+    for cls, make_model in ((Twice, network), (Meddles, network), (Meddles, deep_network)):
+        for devices in (CPU, OVERLAPPED):
+            trainer = cls(make_config(devices=devices, max_steps=3, n_epochs=None), PerRankLoader(batches(8)))
+            trainer.make_model = make_model
+            errors.append(error_of(trainer))
+    return errors
 
 
 def test_what_others_could_not_see_any_more_is_refused() -> None:
-    for twice, twice_overlapped, *meddled in run_world(meet_what_was_sent, 2):
+    for twice, twice_overlapped, *meddled, _, deep in run_world(meet_what_was_sent, 2):
         assert twice == ""
         assert "a second backward" in twice_overlapped
         assert "overlap_reduce=False" in twice_overlapped
         assert all("reduce_gradients" in message for message in meddled)
+        assert "overlap_reduce=False" in deep
