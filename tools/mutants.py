@@ -1168,13 +1168,6 @@ MUTANTS = [
         "tests/trainer/test_pipeline_parallel.py -k 4",
     ),
     Mutant(
-        "gradients of weights computed apart are lost in a window whose last batch trains another model",
-        "dream_trainer/compat/fully_shard.py",
-        "        if state._is_root:  # None",
-        "        if reduces and state._is_root:  # None",
-        "tests/trainer/test_pipeline_meshes.py -k 4",
-    ),
-    Mutant(
         "loads of a mixture that each rank of a pipeline has whole are logged as their sum",
         "dream_trainer/parallel/mixture_of_experts.py",
         "dist.ReduceOp.MAX, group=stages",

@@ -14,7 +14,7 @@ import dream_trainer as dt
 from tests.api import DistributedDataLoader, MoE, packed_attention, packed_attention_mask
 from tests.trainer import stages
 from tests.trainer.arithmetic import full
-from tests.trainer.small import CaseConfig as Config, Noting, case_config, fit_each
+from tests.trainer.small import BY_BLOCKS, CaseConfig as Config, Noting, case_config, fit_each
 from tests.trainer.stages import count, state_of, united, weights_of
 
 VOCABULARY, WIDTH, HEAD, LENGTH, BATCH = 16, 16, 4, 8, 16
@@ -253,6 +253,7 @@ def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
         {"dp_replicate": "auto" if isinstance(case.shard, int) else 1},
         {"train_batch_size": BATCH // (case.dp * case.accumulation), "num_sanity_val_steps": 0} | policy | training,
         compile_parameters=dt.CompileParameters(backend="aot_eager"),
+        fsdp_parameters=BY_BLOCKS,
         tensor_parallel_parameters=dt.TensorParallelParameters(loss_parallel=case.loss_parallel),
         context_parallel_parameters=dt.ContextParallelParameters(attention=case.attention),
         pipeline_parallel_parameters=dt.PipelineParallelParameters(schedule=case.schedule),
