@@ -18,6 +18,9 @@ class LearningRate(LoggingCallback):
     each group has its own, `lr/<optimizer>/<group>`, by its `"name"`, or by its number without one. Tensors only count
     as one rate if they are the same tensor, since comparing them would wait for the device.
 
+    The value logged at a step is the one that this step used, before the scheduler moved on; after a step that was
+    skipped on the host there is none. Nothing waits for the device.
+
     Args:
         name: First part of the metrics' names.
     """

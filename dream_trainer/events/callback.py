@@ -98,7 +98,11 @@ class Callback(BaseCallback):
         """An epoch is complete; `current_epoch` already counts it."""
 
     def post_fit(self, trainer: AbstractTrainer) -> None:
-        """Training is over, by its limits or a stop request; the last checkpoint was saved before this."""
+        """Training is over, whether by its limits or by a stop request.
+
+        The last checkpoint has been saved. Changes made here are in no checkpoint, unless you call
+        `trainer.save_checkpoint()` afterwards.
+        """
 
     def on_exception(self, trainer: AbstractTrainer, exc: BaseException) -> None:
         """`fit` fails on this rank. Other ranks may be anywhere: no collectives here."""
