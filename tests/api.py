@@ -10,8 +10,8 @@ _NAMES = {
         "EMA ModelSummary NonFiniteReport Profiler Progress SWA Throughput TrainerSummary "
         "WeightStats WeightTransfer"
     ),
-    "dream_trainer.callbacks.memory": "GIB host_memory",
-    "dream_trainer.loggers.progress": "Pace",
+    "dream_trainer.callbacks.memory": "GIB memory_numbers",
+    "dream_trainer.loggers.progress": "Look Pace",
     "dream_trainer.callbacks.summary": "forward_flops",
     "dream_trainer.callbacks.tensor_stats": "group_of",
     "dream_trainer.callbacks.throughput": "dtype_at_work peak_flops",

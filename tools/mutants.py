@@ -1652,9 +1652,9 @@ MUTANTS = [
     ),
     Mutant(
         "throughput counts validations",
-        "dream_trainer/callbacks/throughput.py",
-        "self.clock() - trainer.seconds_saving - trainer.seconds_validating",
-        "self.clock() - trainer.seconds_saving",
+        "dream_trainer/loggers/progress.py",
+        "now - trainer.seconds_saving - trainer.seconds_validating",
+        "now - trainer.seconds_saving",
         "tests/callbacks/test_throughput.py",
     ),
     Mutant(

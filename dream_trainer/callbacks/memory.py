@@ -40,10 +40,7 @@ class Memory(LoggingCallback):
     - `alloc_retries`: how often PyTorch had to empty its cache to find room; slow, and a last warning
     - `allocated`, `reserved`: on MPS, which keeps no peaks
 
-    Once all optimizers have stepped twice, rank 0 prints the memory of parameters, gradients and optimizer state there.
-    On a CUDA device it also prints the rest of the peak: activations, gathered weights, temporaries. It waits for the
-    second step because the peak of the first one does not include optimizer state.
-
+    Once all optimizers have stepped twice, rank 0 prints how much of it parameters, gradients and optimizer state take.
     When a device runs out of memory, each rank that did writes a snapshot (see `snapshot`) before the run ends.
 
     Args:
@@ -51,9 +48,6 @@ class Memory(LoggingCallback):
         history: Number of allocations and releases in a CUDA device's snapshot, with their stacks. 0 records none, so
             the snapshot shows allocations without their origin. Recording costs some microseconds per allocation.
         name: First part of the metrics' names.
-
-    Raises:
-        ConfigError: A number is invalid.
     """
 
     every_n_steps: PositiveInt = 50
@@ -102,6 +96,7 @@ class Memory(LoggingCallback):
             self._gradients[optimizer] = _bytes_of(p.grad for group in optimizer.param_groups for p in group["params"])
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
+        # The peak of the first step does not include optimizer state.
         if not self._is_reported and self._gradients and all(trainer.times_stepped(o) > 1 for o in self._gradients):
             _print_parts(trainer, sum(self._gradients.values(), Counter()))
             self._is_reported = True
@@ -150,7 +145,12 @@ def _print_parts(trainer: AbstractTrainer, gradients: Bytes) -> None:
 
 def memory_numbers(device: torch.device) -> dict[str, float]:
     """This process's memory now, by the names that `Memory` logs; in GiB, except shares and counts."""
-    numbers = host_memory()
+    numbers = {}
+    if sys.platform == "linux":
+        with open("/proc/self/statm", "rb", buffering=0) as statm:
+            numbers["resident"] = int(statm.read().split()[1]) * resource.getpagesize() / GIB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, KiB elsewhere
+    numbers["peak_resident"] = peak * (1 if sys.platform == "darwin" else 1024) / GIB
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         reserved = stats.get("reserved_bytes.all.current", 0)
@@ -164,34 +164,18 @@ def memory_numbers(device: torch.device) -> dict[str, float]:
     return numbers
 
 
-def host_memory() -> dict[str, float]:
-    """This process's host memory in GiB, if the system reports it."""
-    numbers = {}
-    if sys.platform == "linux":
-        with open("/proc/self/statm", "rb", buffering=0) as statm:
-            numbers["resident"] = int(statm.read().split()[1]) * resource.getpagesize() / GIB
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, KiB elsewhere
-    numbers["peak_resident"] = peak * (1 if sys.platform == "darwin" else 1024) / GIB
-    return numbers
-
-
 @dataclass(eq=False, repr=False)
 class GarbageCollection(Callback):
     """Turns automatic garbage collection off while training and collects at chosen steps, the same on all ranks.
 
-    Python collects when a process has made enough objects, so each rank pauses at a different step, and all the others
-    wait for it. On a schedule they pause together. Objects that exist when training starts, or that survive the first
-    collection (modules imported in the first steps, caches), are left out from then on (`gc.freeze`), so a collection
-    only checks objects made in training. When training ends, in any way, the collector's settings are restored.
+    Objects that exist when training starts, or that survive the first collection, are left out from then on
+    (`gc.freeze`). When training ends, in any way, the collector's settings are restored.
 
     Args:
         every_n_steps: Optimizer steps between collections of the two young generations, which are quick; the first
             one of each `fit` is of everything.
         full_every_n_steps: Optimizer steps between collections of everything: only these free cycles that have lived
             long.
-
-    Raises:
-        ConfigError: A number of steps is not positive.
     """
 
     every_n_steps: PositiveInt = 50

@@ -14,16 +14,10 @@ from dream_trainer.checks import check_positive, refuse
 from dream_trainer.compat.pytorch import tf32_is_allowed
 from dream_trainer.config.parameter_class import NonNegativeInt, PositiveInt, check_fields
 from dream_trainer.events.callback import LoggingCallback
+from dream_trainer.loggers.progress import Look, look_at
 from dream_trainer.trainer.abstract import AbstractTrainer
 
 Flops = float | Callable[[Any], float]  # or a function of the trainer
-
-
-class _Mark(NamedTuple):
-    clock: float  # seconds from any origin, without those of checkpoints and validations
-    samples: int
-    tokens: int
-    waiting: float  # seconds waited for data, since the process started
 
 
 @dataclass(eq=False, repr=False)
@@ -37,10 +31,8 @@ class Throughput(LoggingCallback):
     - `mfu`: model FLOP/s over the peak of the device in the precision at work, if `flops_per_sample` or
       `flops_per_token` is given and the peak is known; never on a CPU
 
-    It counts trained samples over training time, without the first steps (compilation, allocation, opening the
-    loggers), validations, and waits for checkpoints. The values of an interval carry its seconds as their weight, so a
-    logged mean is exact over any number of intervals. Nothing waits for the device: the host only runs ahead of it as
-    far as the logger's flushes allow, which evens out over intervals of `log_every_n_steps`.
+    It counts trained samples over training time, without the first steps, validations, and waits for checkpoints. The
+    values of an interval carry its seconds as their weight, so a logged mean is exact over any number of intervals.
 
     Args:
         name: First part of the metrics' names.
@@ -52,9 +44,6 @@ class Throughput(LoggingCallback):
         flops_per_token: The same for one token; 6 times the number of parameters, and attention.
         device_flops: Peak of one device in FLOP/s; None looks it up.
         clock: Seconds from any origin; tests pass their own.
-
-    Raises:
-        ConfigError: A value is invalid, or arguments contradict each other.
     """
 
     name: str = "throughput"
@@ -77,7 +66,7 @@ class Throughput(LoggingCallback):
         refuse(None not in costs, "flops_per_sample and flops_per_token both say what a step costs. Pass one of them.")
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
-        self._start: _Mark | None = None
+        self._start: Look | None = None
         self._due = trainer.global_step + self.warm_up_steps
         self._mfu_of_one = 0.0  # what one unit of work per second and device amounts to; 0 if it is not known
         flops = self.flops_per_token if self.flops_per_sample is None else self.flops_per_sample
@@ -92,13 +81,11 @@ class Throughput(LoggingCallback):
             if before is not None:
                 self._log(trainer, before, now)
 
-    def _begin(self, trainer: AbstractTrainer) -> _Mark:
-        now = self.clock() - trainer.seconds_saving - trainer.seconds_validating
-        start = _Mark(now, trainer.samples_seen, trainer.tokens_seen, trainer.seconds_waiting_for_data)
-        self._start, self._due = start, trainer.global_step + self.every_n_steps
-        return start
+    def _begin(self, trainer: AbstractTrainer) -> Look:
+        self._start, self._due = look_at(trainer, self.clock()), trainer.global_step + self.every_n_steps
+        return self._start
 
-    def _log(self, trainer: AbstractTrainer, start: _Mark, end: _Mark) -> None:
+    def _log(self, trainer: AbstractTrainer, start: Look, end: Look) -> None:
         world = trainer.world
         seconds = end.clock - start.clock
         if seconds <= 0:

@@ -31,8 +31,6 @@ from dream_trainer.parallel.sharding import is_gathered
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.state_registry import CALLBACK_PREFIX
 
-# an average's step towards the weights, from the number of moves: a number, or a 0-dim tensor for a tensor
-Share = Callable[[Any], Any]
 _AMOUNT = "amount"  # of copies to the host, in addition to the weights, whose names begin with "weight "
 
 
@@ -45,14 +43,8 @@ class ModelAverage:
             averages = {name: torch.empty_like(p.detach(), dtype=wide(p.dtype)) for name, p in parameters.items()}
         self.averages = dict(averages)
         self.has_stepped = False
-        self.updates = 0  # also those that the device left out
-        # If only the device knows whether a step was skipped: the flag of the step, and the number of skips.
-        self._skipped: Tensor | None = None
-        self._n_skipped: Tensor | None = None
-
-    def count(self) -> int:
-        """Updates so far. Waits for the device if it may have left some out."""
-        return self.updates - (0 if self._n_skipped is None else int(self._n_skipped))
+        self.updates: int | Tensor = 0  # so far: a tensor if only the device knows, since it may have left some out
+        self._skipped: Tensor | None = None  # the flag of the step, if only the device knows whether it was skipped
 
     def will_move(self) -> bool:
         """Whether the model has changed since the averages last moved. Waits for the device if only it knows."""
@@ -67,8 +59,7 @@ class ModelAverage:
         foreach_copy_(self.locals(), self._weights())
 
     def resume(self, updates: int, *, has_stepped: bool = False) -> None:
-        self.updates, self._n_skipped = updates, None
-        self.has_stepped, self._skipped = has_stepped, None
+        self.updates, self.has_stepped, self._skipped = updates, has_stepped, None
 
     def note_step(self, skipped: Tensor | None) -> None:
         """The model has stepped, unless `skipped` is nonzero; it counts if any step since the last update was taken."""
@@ -79,14 +70,16 @@ class ModelAverage:
             self._skipped = None if skipped is None else self._skipped * skipped
 
     @torch.no_grad()
-    def update(self, share: Share) -> None:
-        """Moves the averages towards the weights, if the model has changed, by `share` of the updates so far."""
+    def update(self, share: Callable[[Any], Any]) -> None:
+        """Moves the averages towards the weights, if the model has changed, by `share(updates)`: a number, or a 0-dim
+        tensor for one."""
         self.has_stepped = False
-        if self._skipped is None and self._n_skipped is None:
-            amount = share(self.updates)
-        else:
-            amount = self._share_on_device(share)
-        self.updates += 1
+        moves: int | Tensor = 1
+        if self._skipped is not None:
+            # never read on the host; MPS has no float64
+            moves = (self._skipped == 0).to(torch.float32 if self._skipped.device.type == "mps" else torch.float64)
+        amount = share(self.updates) * moves
+        self.updates = self.updates + moves
         self._move(amount)
 
     def settle(self) -> None:
@@ -94,19 +87,6 @@ class ModelAverage:
 
     def _move(self, amount: float | Tensor) -> None:
         move_towards(self.locals(), self._weights(), amount)
-
-    def _share_on_device(self, share: Share) -> Tensor:
-        """The share that `update` moves by, or 0 if the device skipped the step; never read on the host."""
-        device = self._weights()[0].device
-        dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
-        if self._n_skipped is None:
-            self._n_skipped = torch.zeros((), dtype=dtype, device=device)
-        amount: Tensor = torch.zeros_like(self._n_skipped) + share(self.updates - self._n_skipped)
-        if self._skipped is None:
-            return amount
-        was_skipped = (self._skipped != 0).to(dtype)
-        self._n_skipped += was_skipped
-        return amount * (1.0 - was_skipped)
 
     def clone_weights(self) -> list[Tensor]:
         return [weight.detach().clone() for weight in self._weights()]
@@ -273,7 +253,7 @@ class WeightAverage(AveragingCallback):
         with trainer.changing_weights():
             for average in self._averages.values():
                 if has_averages:
-                    average.resume(average.count())
+                    average.resume(int(average.updates))
                     average.set_weights(average.locals())
                 else:
                     average.start()
@@ -352,7 +332,7 @@ class WeightAverage(AveragingCallback):
             self._catch_up()
         return {
             "has_started": self._has_started,
-            "updates": {name: average.count() for name, average in self._averages.items()},
+            "updates": {name: int(average.updates) for name, average in self._averages.items()},
             "has_stepped": {name: average.will_move() for name, average in self._averages.items()},
         }
 
@@ -439,13 +419,10 @@ def averages_of(trainer: AbstractTrainer) -> list[WeightAverage]:
 class EMA(WeightAverage):
     """Keeps an exponential moving average of the weights, validates with it, and saves it with the checkpoints.
 
-    Averages cover the floating-point parameters that require gradients when setup ends. Everything else, such as
-    BatchNorm's statistics, stays the model's own, also while the averages replace the weights. Parameters narrower than
-    32 bits are averaged in float32, since steps of `1 - decay` would vanish otherwise.
-
-    The average starts from the weights that training starts from. It moves at most once per accumulation window, for
-    any number of micro-batches, optimizers or `step` calls. It only moves if the model has changed since, so a skipped
-    step does not count. Nothing waits for the device.
+    Averages cover the floating-point parameters that require gradients when setup ends, narrow ones in float32.
+    Everything else, such as BatchNorm's statistics, stays the model's own, also while averages replace the weights.
+    The average starts from the weights that training starts from, and moves at most once per accumulation window, if
+    the model has changed since.
 
     Args:
         decay: Share of the average that an update keeps; between 0 and 1.
@@ -503,12 +480,8 @@ class SWA(WeightAverage):
     """Keeps the mean of the weights after `start` steps or epochs and every `every` from there on.
 
     Until `start` the averages are the current weights, also for validations, checkpoints and exports. Everything else
-    is as for `EMA`: sharded as the weights are, saved, resumed at any world size, swapped in for
-    validations. If the model has not changed since the last average, a due update is skipped.
-
-    BatchNorm's statistics belong to the weights that trained: compute them again inside `averaged_weights` by
-    `torch.optim.swa_utils.update_bn`. The paper's constant or cyclic learning rate is the scheduler's business;
-    `SWALR` there is one.
+    is as for `EMA`. BatchNorm's statistics belong to the weights that trained: compute them again inside
+    `averaged_weights` by `torch.optim.swa_utils.update_bn`.
 
     Args:
         start: Steps or epochs completed when the first weights are taken; at least 1.

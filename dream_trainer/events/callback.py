@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -156,9 +155,6 @@ class LoggingCallback(Callback):
     Args:
         name: First part of the metrics' names. No two callbacks of a run may have the same, since values under one
             name are reduced together.
-
-    Raises:
-        ConfigError: The name is invalid.
     """
 
     name: str = ""
@@ -195,13 +191,10 @@ class AveragingCallback(Callback):
 def averages_to_export(callbacks: Iterable[BaseCallback], weights: str, model: str) -> AbstractContextManager[None]:
     """Inside, `model` has the averages called `weights`, such as "ema", instead of its weights."""
     callback_of_name: dict[str, AveragingCallback] = {}
-    counts: Counter[str] = Counter()
     averaging = [callback for callback in callbacks if isinstance(callback, AveragingCallback) and callback.export_name]
-    for callback in sorted(averaging, key=lambda callback: callback.export_name):
-        name = callback.export_name
-        callback_of_name.setdefault(name, callback)
-        callback_of_name[f"{name}.{counts[name]}"] = callback
-        counts[name] += 1
+    for name in sorted({callback.export_name for callback in averaging}):
+        alike = [callback for callback in averaging if callback.export_name == name]
+        callback_of_name |= {name: alike[0]} | {f"{name}.{number}": one for number, one in enumerate(alike)}
     if weights not in callback_of_name:
         raise CheckpointError(
             f'weights={weights!r} is not understood: use "model", or the average of an EMA or SWA callback. The '

@@ -97,8 +97,6 @@ class CallbackCollection:
     """
 
     def __init__(self, callbacks: Iterable[BaseCallback] = (), defaults: Iterable[BaseCallback] | None = None) -> None:
-        if isinstance(callbacks, BaseCallback):
-            raise TypeError(f"CallbackCollection got {callbacks!r}. Use a list: callbacks=[...].")
         self._callbacks = list(callbacks)
         self._has_defaults = defaults is not None
         self._defaults = list(defaults or ())

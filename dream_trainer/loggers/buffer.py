@@ -173,13 +173,9 @@ class MetricBuffer:
                 f"metric {name!r} was logged with reduce={known!r} and now with reduce={reduce!r}. "
                 "Use one of them, or two names."
             )
-        check_reduction(name, reduce)
+        if reduce not in REDUCTIONS:
+            raise ValueError(f"reduce={reduce!r} of metric {name!r} is not known. Use one of {', '.join(REDUCTIONS)}.")
         self._reductions[name] = reduce
-
-
-def check_reduction(name: str, reduce: str) -> None:
-    if reduce not in REDUCTIONS:
-        raise ValueError(f"reduce={reduce!r} of metric {name!r} is not known. Use one of {', '.join(REDUCTIONS)}.")
 
 
 def is_scalar(value: Any) -> bool:
@@ -327,11 +323,6 @@ class Record:
             )
         self.metrics.add(self._own_name(name), value, self.weight if weight is None else weight, reduce)
 
-    def add_media(self, name: str, item: Media) -> None:
-        if self.media is not None:
-            name = self.prefix + name.removeprefix("val/") if self.prefix else name
-            self.media.append((name, item, self.media_stamp()))
-
     def _own_name(self, name: str) -> str:
         if self.prefix:
             return name.removeprefix("val/")
@@ -360,7 +351,6 @@ class TrainingRecord(Record):
         if weight is not None:
             self.metrics.add(self._own_name(name), value, weight, reduce)
             return
-        check_reduction(name, reduce)
         self.undecided.append((self._own_name(name), keep(name, value), reduce, size))
 
     def decide(self, weight: Scalar | None = None) -> None:

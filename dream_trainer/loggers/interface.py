@@ -181,8 +181,10 @@ class MediaLog:
         return value.clamp(0, 1).mul(255).round().to(torch.uint8)
 
     def _add(self, name: str, make: Callable[[], Media]) -> None:
-        if self.world.is_main and self._records.current.media is not None:
-            self._records.current.add_media(name, make())
+        record = self._records.current
+        if self.world.is_main and record.media is not None:
+            name = record.prefix + name.removeprefix("val/") if record.prefix else name
+            record.media.append((name, make(), record.media_stamp()))
 
     def images(self, name: str, images: Iterable[Any], captions: Sequence[str | None] | None) -> None:
         tensors = [self._gathered(name, image) for image in images]

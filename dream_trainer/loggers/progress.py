@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TextIO
 
 from dream_trainer.checks import check_between, check_names, check_positive
 from dream_trainer.config.parameter_class import check_fields
@@ -28,37 +28,49 @@ WARM_UP_STEPS = 3  # that do not show the pace: compilation, allocation, first t
 NOTABLE_WAIT = 0.1  # share of the time spent waiting for data that is worth telling
 
 
+class Look(NamedTuple):
+    """Where training is."""
+
+    clock: float  # seconds from any origin, without those of checkpoints and validations
+    step: int
+    samples: int
+    tokens: int
+    waiting: float  # seconds waited for data, since the process started
+
+
+def look_at(trainer: AbstractTrainer, now: float) -> Look:
+    clock = now - trainer.seconds_saving - trainer.seconds_validating
+    return Look(clock, trainer.global_step, trainer.samples_seen, trainer.tokens_seen, trainer.seconds_waiting_for_data)
+
+
 class Pace:
-    """Rate of training only, over the last measurements, and time left including validations and checkpoints."""
+    """Rate of training only, over the last looks, and time left including validations and checkpoints."""
 
-    def __init__(self, step: int, samples: int, now: float, idle: float = 0.0, tokens: int = 0) -> None:
-        self._first_step = step
+    def __init__(self, first: Look) -> None:
+        self._first_step = first.step
         self.origin: tuple[float, int, int] | None = None  # where the warm-up ended
-        # (seconds of training, step, samples, tokens, seconds waited); the first is used until warm-up is finished.
-        self._looks = deque([(now - idle, step, samples, tokens, 0.0)], maxlen=50)
+        self._looks = deque([first], maxlen=50)  # the first is used until then
 
-    def look(
-        self, step: int, samples: int, now: float, idle: float = 0.0, waiting: float = 0.0, tokens: int = 0
-    ) -> None:
-        """Takes note of where training is, now that `idle` seconds were not spent on it and `waiting` ones on data."""
-        if self.origin is None and step - self._first_step >= WARM_UP_STEPS:
-            self.origin = (now, step, tokens)
+    def look(self, look: Look, now: float) -> None:
+        if self.origin is None and look.step - self._first_step >= WARM_UP_STEPS:
+            self.origin = (now, look.step, look.tokens)
             self._looks.clear()
-        self._looks.append((now - idle, step, samples, tokens, waiting))
+        self._looks.append(look)
 
     def rates(self) -> tuple[float, float, float]:
         """Steps, samples and tokens per second; zeros while unknown."""
-        (before, *first, _), (now, *last, _) = self._looks[0], self._looks[-1]
-        seconds = now - before
+        first, last = self._looks[0], self._looks[-1]
+        seconds = last.clock - first.clock
         if seconds <= 0:
             return 0.0, 0.0, 0.0
-        steps, samples, tokens = (b - a for a, b in zip(first, last, strict=True))
-        return steps / seconds, samples / seconds, tokens / seconds
+        samples, tokens = last.samples - first.samples, last.tokens - first.tokens
+        return (last.step - first.step) / seconds, samples / seconds, tokens / seconds
 
     def share_waiting(self) -> float:
         """Share of training time, after warm-up, spent waiting for data."""
-        (before, *_, first), (now, *_, waiting) = self._looks[0], self._looks[-1]
-        return (waiting - first) / (now - before) if now > before and self.origin is not None else 0.0
+        first, last = self._looks[0], self._looks[-1]
+        seconds = last.clock - first.clock
+        return (last.waiting - first.waiting) / seconds if seconds > 0 and self.origin is not None else 0.0
 
     def seconds_left(
         self, total_steps: int | None, step: int, now: float, max_tokens: int | None = None
@@ -67,8 +79,7 @@ class Pace:
         if self.origin is None:
             return None
         since, first_step, first_tokens = self.origin
-        tokens = self._looks[-1][3]
-        seconds = now - since
+        tokens, seconds = self._looks[-1].tokens, now - since
         left = [
             max(0, limit - done) * seconds / (done - first)
             for limit, done, first in ((total_steps, step, first_step), (max_tokens, tokens, first_tokens))
@@ -81,12 +92,9 @@ class Pace:
 class Progress(Callback):
     """Shows epoch, step, chosen metrics, rates and the time left, on rank 0; validations, saves and resumes, too.
 
-    If training waits for data for a tenth of its time or more, the share is shown.
-
     In a terminal it is a live bar, in a notebook an output that is replaced in place. Pipes, files and CI logs get
-    plain lines without control codes. Metrics appear when LoggerMixin flushes them: this callback never waits for the
-    device. A step only costs it a look at the clock. The logger "console" is such a bar in a terminal or a notebook;
-    your own Progress replaces it there.
+    plain lines without control codes. Metrics appear when LoggerMixin flushes them. The logger "console" is such a bar
+    in a terminal or a notebook; your own Progress replaces it there.
 
     Args:
         metrics: Names of metrics to show, as the loggers know them; those that were not logged are left out.
@@ -96,9 +104,6 @@ class Progress(Callback):
         line_seconds: Least time between two plain lines.
         file: Where to; None is the notebook, or standard output as it is when training starts.
         clock: Seconds from any origin; tests pass their own.
-
-    Raises:
-        ConfigError: A value is invalid.
     """
 
     main_process_only: ClassVar[bool] = True
@@ -114,7 +119,7 @@ class Progress(Callback):
     def __post_init__(self, file: TextIO | None) -> None:
         check_fields(self, Progress)
         self._file = file
-        self._pace = Pace(0, 0, 0.0)
+        self._pace = Pace(Look(0.0, 0, 0, 0, 0.0))
         self._shown: dict[str, float] = {}
         self._due = 0.0
         # When the validation and the evaluation that are running began, by a clock that stands still during saves.
@@ -126,7 +131,7 @@ class Progress(Callback):
     def pre_fit(self, trainer: AbstractTrainer) -> None:
         now = self.clock()
         self._shown, self._began = {}, {}  # a signal may have ended a validation in the middle of it
-        self._pace = Pace(trainer.global_step, trainer.samples_seen, now, _idle(trainer), trainer.tokens_seen)
+        self._pace = Pace(look_at(trainer, now))
         self._stop_bar()
         with suppress(OSError, ValueError):  # the terminal is gone
             self._bar = live_bar(self._file)
@@ -140,7 +145,7 @@ class Progress(Callback):
             self._show(trainer, now)
         elif self._pace.origin is None:
             # Else the first rates would wait for the second line after warm-up, which may be a long time.
-            self._look(trainer, now)
+            self._pace.look(look_at(trainer, now), now)
 
     def on_log(self, trainer: AbstractTrainer, metrics: dict[str, float], step: int) -> None:
         for name in self.metrics:
@@ -172,9 +177,6 @@ class Progress(Callback):
     def on_exception(self, trainer: AbstractTrainer, exc: BaseException) -> None:
         self._stop_bar()
 
-    def teardown(self, trainer: AbstractTrainer) -> None:
-        self._stop_bar()
-
     # -- display
 
     def status(self, trainer: AbstractTrainer, now: float) -> str:
@@ -200,7 +202,7 @@ class Progress(Callback):
         return " | ".join(parts)
 
     def _show(self, trainer: AbstractTrainer, now: float) -> None:
-        self._look(trainer, now)
+        self._pace.look(look_at(trainer, now), now)
         status = self.status(trainer, now)
         epoch = f"epoch {trainer.current_epoch}"
         if self._draw_at(trainer, epoch, status):
@@ -208,10 +210,6 @@ class Progress(Callback):
         else:
             self._due = now + self.line_seconds
             self._print(f"{epoch} | {status}")
-
-    def _look(self, trainer: AbstractTrainer, now: float) -> None:
-        step, samples, waiting = trainer.global_step, trainer.samples_seen, trainer.seconds_waiting_for_data
-        self._pace.look(step, samples, now, _idle(trainer), waiting, trainer.tokens_seen)
 
     def _print(self, line: str) -> None:
         if not self._draw(lambda bar: bar.print(line)):
@@ -231,10 +229,6 @@ class Progress(Callback):
     def _stop_bar(self) -> None:
         self._draw(lambda bar: bar.stop())
         self._bar = None
-
-
-def _idle(trainer: AbstractTrainer) -> float:
-    return trainer.seconds_saving + trainer.seconds_validating
 
 
 def _kind(trainer: AbstractTrainer) -> str:

@@ -33,16 +33,11 @@ class LoggerGroup:
     """Several loggers, opened when training begins."""
 
     def __init__(self, loggers: list[Logger], report: Callable[[str, str], None], *, strict: bool = False) -> None:
-        if not isinstance(loggers, list | tuple):
+        if not isinstance(loggers, list | tuple) or not all(isinstance(each, Logger) for each in loggers):
             raise HookError(
-                f"configure_loggers returned {loggers!r}, not a list. Return a list of loggers, [] for none."
+                f"configure_loggers returned {loggers!r}, which is no list of loggers. Return a list of objects of "
+                "classes derived from dream_trainer.loggers.Logger, [] for none."
             )
-        for each in loggers:
-            if not isinstance(each, Logger):
-                raise HookError(
-                    f"configure_loggers returned {each!r} in its list, which is not a logger. Return objects of "
-                    "classes derived from dream_trainer.loggers.Logger."
-                )
         self._loggers = loggers
         self._report = report
         self._strict = strict

@@ -14,7 +14,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 import dream_trainer as dt
-from tests.api import Pace, Progress
+from tests.api import Look, Pace, Progress
 from tests.callbacks.recording import Clock, Terminal
 from tests.trainer import small
 from tests.trainer.small import Config, Samples, Spread, Validates, make_config
@@ -215,13 +215,13 @@ def test_saves_resumes_and_evaluations_are_told_in_lines_of_their_own() -> None:
 
 def test_rates_are_of_training_alone_and_the_time_left_counts_validation_in() -> None:
     idle = 7.0  # in an earlier fit
-    pace, now = Pace(100, 3200, 0.0, idle), 0.0
+    pace, now = Pace(Look(-idle, 100, 3200, 0, 0.0)), 0.0
     for step in range(101, 113):
         now += 60.0 if step <= 103 else 0.5  # compilation in the first three steps
         if step == 108:
             now += 8.0
             idle += 8.0
-        pace.look(step, step * 32, now, idle)
+        pace.look(Look(now - idle, step, step * 32, 0, 0.0), now)
     assert pace.rates() == pytest.approx((2.0, 64.0, 0.0))
     # Nine steps since warm-up took 4.5 s of training and 8 s of validation.
     assert pace.seconds_left(1012, 112, now) == pytest.approx(900 * 12.5 / 9)

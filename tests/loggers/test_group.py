@@ -13,14 +13,14 @@ from tests.api import ConfigError, CSVLogger, HookError, Logger, LoggerGroup, Lo
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (CSVLogger(), "configure_loggers returned <.*CSVLogger.*>, not a list. Return a list of loggers"),
-        (None, r"configure_loggers returned None, not a list\. Return a list of loggers"),
-        ([CSVLogger(), CSVLogger], "configure_loggers returned <class .*CSVLogger'> in its list"),
-        (["csv"], r"configure_loggers returned 'csv' in its list, which is not a logger\. Return objects of"),
+        (CSVLogger(), "<.*CSVLogger.*>"),
+        (None, "None"),
+        ([CSVLogger(), CSVLogger], ".*<class .*CSVLogger'>]"),
+        (["csv"], r"\['csv'\]"),
     ],
 )
 def test_what_is_no_list_of_loggers_is_refused_with_what_to_write(given: Any, message: str) -> None:
-    with pytest.raises(HookError, match=message):
+    with pytest.raises(HookError, match=f"configure_loggers returned {message}, which is no list .* Return a list of"):
         LoggerGroup(given, lambda key, text: None, strict=False)
 
 

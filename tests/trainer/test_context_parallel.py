@@ -198,7 +198,7 @@ TOKENS = torch.zeros(3, 30)
 def test_a_batch_that_ranks_cannot_share_is_named_with_what_fits(mistake: Any, error: Any, told: str) -> None:
     world: Any = RanksOfTwo(0, 2, None, sample_copies=2)
     cut = api.SequenceCut(api.GatheredAttention(api.SequenceParts(0, 2, None, is_balanced=True)), world)
-    cut.begin()
+    cut.clear()
     with pytest.raises(error, match=told):
         cut.end(mistake(cut), is_training=True)
 

@@ -58,11 +58,9 @@ class CompileMixin(AbstractTrainer):
         for axis in axes:
             options |= axis.compile_options(self._runtime.config, self._runtime.launched)
         for model in self._runtime.registry.parameterised_models():
-            blocks = self.model_blocks(model) or [model]
-            for block in blocks:
+            for block in self.model_blocks(model) or [model]:
                 if isinstance(block, Recomputed):
                     change_class(block, Watched)
-            for block in blocks:
                 if block.forward.__module__.startswith("torch."):
                     change_class(block, Traced)
                 are_done = [axis.compile_block(block, options) for axis in axes]

@@ -100,7 +100,7 @@ class ContextParallelMixin(AbstractTrainer):
             if runtime.state.training:
                 place = progress.current_epoch, progress.global_step, batch_idx
                 seed = hash_seed(b"train", runtime.config.seed, *place, dp_rank)
-            cut.begin()
+            cut.clear()
             with preserved_random_state(device):
                 seed_device(seed, device)
                 part = self.cut_batch(batch, cut.cut)
@@ -108,7 +108,7 @@ class ContextParallelMixin(AbstractTrainer):
             seed_device(hash_seed(b"step", seed), device)
             with takeover:
                 result = step(part, batch_idx)
-            cut.forget()
+            cut.clear()
             return result
 
         return with_part
@@ -121,7 +121,8 @@ class SequenceCut:
     _digest: int = 0
     _is_compared: bool = False
 
-    def begin(self) -> None:
+    def clear(self) -> None:
+        """Before a step, and after it, so that no tensor of the batch is kept."""
         self._digest = 0
         self._attention.lengths = set()
         self._attention.rows, self._attention.given = 1, []
@@ -167,7 +168,3 @@ class SequenceCut:
                 "rank, since the trainer deals dataset and sampler to dp_rank of dp_size.",
                 among=self._world.rank // self._world.sample_copies,
             )
-
-    def forget(self) -> None:
-        """Keeps no tensor of the batch."""
-        self._attention.given.clear()

@@ -27,10 +27,10 @@ class FSDPMixin(AbstractTrainer):
                 and in stages `reshard_after_forward`.
         """
         super().apply_fully_shard(config)
-        runtime, models = self._runtime, self._runtime.registry.parameterised_models()
-        small = [model for model in models if is_whole_in_steps(runtime, model)]
-        for model in small:
-            runtime.parallel.shard(model, config["mesh"], self.world.refuse_if_forbidden)
-        blocks = {"reshard_after_forward": self._runtime.config.fsdp_parameters.reshard_after_forward} | config
-        for model in (one for one in models if one not in small):
-            shard_by_blocks(model, self.model_blocks(model), blocks, config, runtime.parallel.gradients.is_part)
+        runtime = self._runtime
+        blocks = {"reshard_after_forward": runtime.config.fsdp_parameters.reshard_after_forward} | config
+        for model in runtime.registry.parameterised_models():
+            if is_whole_in_steps(runtime, model):
+                runtime.parallel.shard(model, config["mesh"], self.world.refuse_if_forbidden)
+            else:
+                shard_by_blocks(model, self.model_blocks(model), blocks, config, runtime.parallel.gradients.is_part)

@@ -80,7 +80,13 @@ class SetupMixin(AbstractTrainer):
         refuse_different_modules(self.world, "models", models)
         self._runtime.parallel.buffers = JoinedBuffers(models, self.buffer_policies())
         refuse_unsupported(models, self.world.world_size, are_wrapped=_are_wrapped(self._runtime))
-        _make_real_weights_equal(self._runtime)
+        # What was built before `configure_models`, or is real otherwise, may differ by rank.
+        if differ := make_equal(models, self.world):
+            self.warn_once(
+                "real weights",
+                "weights that the trainer did not make are not the same on all ranks, as of a model built before "
+                f"configure_models. Rank 0's values are taken on all ranks: {', '.join(differ[:3])} differed.",
+            )
         build.plan = remember(models, build.tape)
         self._runtime.parallel.verification = verification = verified_against_now(self._runtime)
         for stage in setup_stages(self._runtime):
@@ -162,17 +168,6 @@ def _init_weights(runtime: Runtime, build: Build) -> None:
         with torch.no_grad(), build.tape.recording():
             runtime.hooks.init_weights()
     build.marks = ParameterMarks(runtime.registry.models())
-
-
-def _make_real_weights_equal(runtime: Runtime) -> None:
-    """What was built before `configure_models`, or is real otherwise, may differ by rank."""
-    differ = make_equal(runtime.registry.models(), runtime.world)
-    if differ:
-        runtime.warn_once(
-            "real weights",
-            "weights that the trainer did not make are not the same on all ranks, as of a model built before "
-            f"configure_models. Rank 0's values are taken on all ranks: {', '.join(differ[:3])} differed.",
-        )
 
 
 def _shard_or_replicate(runtime: Runtime, build: Build) -> None:
