@@ -2164,14 +2164,14 @@ MUTANTS = [
     ),
     Mutant(
         "an optimizer's own state_dict is not called",
-        "dream_trainer/checkpoint/nested_state.py",
+        "dream_trainer/checkpoint/optimizer_state.py",
         "    return kind.state_dict is not Optimizer.state_dict or ",
         "    return False and ",
         "tests/trainer/test_optimizer_resume.py -k one_process",
     ),
     Mutant(
         "what an own load_state_dict forgot is not looked for",
-        "dream_trainer/checkpoint/nested_state.py",
+        "dream_trainer/checkpoint/optimizer_state.py",
         "    if where is not None:",
         "    if where is None and not given:",
         "tests/checkpoint/test_optimizer_state.py -k forgets",

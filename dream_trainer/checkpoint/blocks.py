@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -13,7 +12,7 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dream_trainer.checkpoint.files import FileEntry, unreadable
+from dream_trainer.checkpoint.files import FileEntry, blaming
 from dream_trainer.compat.pytorch import is_dtensor, local_tensor, shard_dim
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 from dream_trainer.parallel.sharding import local_indices
@@ -73,19 +72,6 @@ def inside(file: Path, name: str) -> Path:
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise DamagedCheckpointError(f"{file} refers to {name!r}, outside its directory. Do not use it.")
     return file.parent / name
-
-
-@contextmanager
-def blaming(file: Path) -> Iterator[None]:
-    """Inside, every exception becomes an error that names `file`."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise unreadable(file, error) from error
-    except Exception as error:  # a damaged file can fail in many ways
-        raise DamagedCheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def load_pickle(source: Path | IO[bytes], file: Path, *, mmap: bool) -> Any:

@@ -11,7 +11,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -48,11 +49,8 @@ class FileEntry:
 
     def verify(self, path: Path) -> None:
         """Reads a complete file and compares it."""
-        try:
-            actual = checksum(path)
-        except OSError as error:
-            raise unreadable(path, error) from error
-        self.compare(path, *actual)
+        with blaming(path):
+            self.compare(path, *checksum(path))
 
 
 def step_name(step: int) -> str:
@@ -165,13 +163,6 @@ def make_temporary(root: Path, step: int) -> Path:
     return temporary
 
 
-def remove_temporaries(root: Path) -> None:
-    """Removes the temporary directories that killed jobs left under `root`, and nothing with other names."""
-    for entry in within(root):
-        if TEMPORARY_NAME.fullmatch(entry.name):
-            remove_tree(entry)
-
-
 def remove_tree(path: Path) -> None:
     """Removes a directory as far as the file system allows; the next save tries the rest again."""
     shutil.rmtree(path, ignore_errors=True)
@@ -192,7 +183,7 @@ def discard(path: Path) -> None:
     remove_tree(hidden)
 
 
-def publish(temporary: Path, final: Path) -> None:
+def publish(temporary: Path, final: Path, remove: Callable[[Path], None] = discard) -> None:
     """Makes a complete temporary directory visible as `final`, which it replaces, by one atomic rename."""
     sync_directory(temporary)
     if not final.exists():
@@ -207,7 +198,7 @@ def publish(temporary: Path, final: Path) -> None:
         aside.rename(final)
         raise
     sync_directory(final.parent)
-    discard(aside)
+    remove(aside)
 
 
 def recover_replaced(root: Path) -> None:
@@ -222,11 +213,20 @@ def recover_replaced(root: Path) -> None:
                 sync_directory(root)
 
 
-def unreadable(path: Path, error: OSError) -> CheckpointError:
-    """The error for a file that cannot be read: only missing files and bad disks are damage, a time-out is not."""
-    if isinstance(error, FileNotFoundError | IsADirectoryError) or error.errno == errno.EIO:
-        return DamagedCheckpointError(f"{path} cannot be read: {error}. Resume from another checkpoint.")
-    return CheckpointError(f"{path} cannot be read: {error}. Correct that, or resume from another checkpoint.")
+@contextmanager
+def blaming(file: Path) -> Iterator[None]:
+    """Inside, every exception becomes an error that names `file`; a time-out or a closed directory is no damage."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
+        if isinstance(error, FileNotFoundError | IsADirectoryError) or error.errno == errno.EIO:
+            raise DamagedCheckpointError(f"{file} {why}. Resume from another checkpoint.") from error
+        raise CheckpointError(f"{file} {why}. Correct that, or resume from another checkpoint.") from error
+    except Exception as error:  # a damaged file can fail in many ways
+        raise DamagedCheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def compare_sizes(directory: Path, files: Mapping[str, FileEntry]) -> None:
@@ -235,8 +235,5 @@ def compare_sizes(directory: Path, files: Mapping[str, FileEntry]) -> None:
     seen = {path.name: path for path in directory.iterdir()} if isinstance(directory, StorePath) else {}
     for name, entry in files.items():
         path = seen.get(name, directory / name)
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            raise unreadable(path, error) from error
-        entry.compare(path, size)
+        with blaming(path):
+            entry.compare(path, path.stat().st_size)

@@ -17,12 +17,12 @@ from dream_trainer.checkpoint.files import (
     REPLACED_NAME,
     TEMPORARY_NAME,
     FileEntry,
+    blaming,
     compare_sizes,
     content_checksum,
     discard,
     named_step,
     step_directories,
-    unreadable,
 )
 from dream_trainer.checks import refuse
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters, Mode
@@ -67,10 +67,8 @@ class Manifest:
     def read(self, name: str) -> bytes:
         """A small file's content, after its size and checksum were compared with what was written."""
         path, entry = self.path / name, self.entry(name)
-        try:
+        with blaming(path):
             content = path.read_bytes()
-        except OSError as error:
-            raise unreadable(path, error) from error
         entry.compare(path, len(content), content_checksum(content))
         return content
 
@@ -109,17 +107,13 @@ def read_manifest(path: Path) -> Manifest:
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory. Give the path of a checkpoint, such as .../step_00001000.")
     file, advice = path / MANIFEST_NAME, "Resume from another checkpoint."
-    try:
+    with blaming(file):
         text = file.read_bytes()
-    except FileNotFoundError as error:
-        raise DamagedCheckpointError(f"{file} is missing, so {path} is not a checkpoint. {advice}") from error
-    except OSError as error:
-        raise unreadable(file, error) from error
     if not text:
         raise DamagedCheckpointError(f"{file} is empty. {advice}")
     try:
         manifest = _parse(path, text)
-    except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
         raise DamagedCheckpointError(f"{file} is damaged: {error}. {advice}") from error
     if named_step(path) not in (None, manifest.step):
         raise DamagedCheckpointError(
@@ -132,10 +126,7 @@ def read_manifest(path: Path) -> Manifest:
 
 def _parse(path: Path, text: bytes) -> Manifest:
     # The version is read as plain JSON: a newer schema may use types that this reader does not know.
-    plain = json.loads(text)
-    version = plain.get("schema_version") if isinstance(plain, dict) else None
-    if type(version) is not int:
-        raise ValueError("it has no schema version")
+    version = json.loads(text)["schema_version"]
     if version > SCHEMA_VERSION:
         raise CheckpointError(
             f"{path / MANIFEST_NAME} has schema version {version}, and this dream_trainer reads up to "

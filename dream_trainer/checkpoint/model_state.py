@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dream_trainer.checkpoint.blocks import Part, part_of
 from dream_trainer.checkpoint.files import content_checksum
 from dream_trainer.checks import listed
-from dream_trainer.compat.pytorch import gathered_twins, is_dtensor, local_tensor, shard_dim
+from dream_trainer.compat.pytorch import gathered_twins, is_dtensor, local_tensor
 from dream_trainer.config.serialize import to_dict
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
 from dream_trainer.modules.metrics import parts
-from dream_trainer.parallel.sharding import fsdp_modules, local_indices, names_in_whole
+from dream_trainer.parallel.sharding import fsdp_modules, names_in_whole
 from dream_trainer.screen import logger
 
 EXTRA_STATE = "_extra_state"
@@ -368,20 +369,14 @@ def _sum_of_shard(tensor: Tensor) -> tuple[_Shard, int]:
     local = local_tensor(tensor.detach())
     if not local.numel():
         return (), 0
-    rows: dict[int, Tensor] = {}
-    if is_dtensor(tensor):
-        cut = {dim for placement in tensor.placements if (dim := shard_dim(placement)) is not None}
-        rows = {dim: local_indices(tensor, dim) for dim in sorted(cut)}
-    shard = tuple(
-        (int(rows[dim][0]), int(rows[dim][-1]), size) if dim in rows else (0, size - 1, size)
-        for dim, size in enumerate(local.shape)
-    )
-    on_device = {dim: of_dim.to(local.device) for dim, of_dim in rows.items()}
+    part = part_of(tensor)
+    shard = tuple((cut.start, cut.stop - 1, size) for cut, size in zip(part.box, local.shape, strict=True))
+    rows = {dim: of_dim.to(local.device) for dim, of_dim in part.rows.items()}
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     for start, bits in _bits(local):
         positions = torch.arange(start, start + len(bits), device=local.device)
-        if on_device:
-            positions = _in_whole(positions, local.shape, tensor.shape, on_device)
+        if local.shape != tensor.shape:
+            positions = _in_whole(positions, local.shape, tensor.shape, Part(part.box, rows))
         total += _mixed(positions, bits).sum()
     return shard, int(total) & _MASK
 
@@ -398,17 +393,16 @@ def _bits(local: Tensor) -> Iterator[tuple[int, Tensor]]:
             yield start, chunk.view(_INTEGERS[chunk.element_size()]).to(torch.int64)
 
 
-def _in_whole(positions: Tensor, local: torch.Size, whole: torch.Size, rows: Mapping[int, Tensor]) -> Tensor:
+def _in_whole(positions: Tensor, local: torch.Size, whole: torch.Size, part: Part) -> Tensor:
     """Places in a shard's memory as places in the whole tensor's."""
-    inner = math.prod(local) // local[0]
-    if rows.keys() == {0} and bool((rows[0].diff() == 1).all()):  # as fully_shard cuts: one piece of the whole
-        return positions + int(rows[0][0]) * inner
+    if not part.rows and local[1:] == whole[1:]:  # as fully_shard cuts: one piece of the whole
+        return positions + int(part.box[0].start) * math.prod(local[1:])
     result = torch.zeros_like(positions)
     stride = 1
     for dim in reversed(range(len(local))):
         index = positions % local[dim]
         positions = positions // local[dim]
-        result += (rows[dim][index] if dim in rows else index) * stride
+        result += (part.box[dim].start + (part.rows[dim][index] if dim in part.rows else index)) * stride
         stride *= whole[dim]
     return result
 
@@ -427,20 +421,9 @@ def _shifted(value: Tensor, bits: int) -> Tensor:
     return value.bitwise_xor_((value >> bits).bitwise_and_((1 << (64 - bits)) - 1))
 
 
-class FrozenWeights:
-    """The frozen parameters of a run's models, as its setup made them. Making one is a collective."""
-
-    def __init__(self, models: Mapping[str, nn.Module], world: Ranks) -> None:
-        self._models, self._world = models, world
-        self.at_setup = value_digests(self._frozen(), world=world)  # by the names that checkpoints have
-
-    def unchanged(self) -> dict[str, str]:
-        """The digests of those that are still frozen and still have the values of the setup; a collective."""
-        now = value_digests(self._frozen(), world=self._world)
-        return {name: digest for name, digest in now.items() if self.at_setup.get(name) == digest}
-
-    def _frozen(self) -> dict[str, Tensor]:
-        return {name: p for name, p in model_parameters(self._models).items() if not p.requires_grad}
+def frozen_digests(models: Mapping[str, nn.Module], world: Ranks) -> dict[str, str]:
+    """The digests of the parameters that are frozen now, by the names that checkpoints have; a collective."""
+    return value_digests({name: p for name, p in model_parameters(models).items() if not p.requires_grad}, world=world)
 
 
 def refuse_other_weights(

@@ -18,16 +18,7 @@ from torch.optim import Optimizer
 from dream_trainer.checkpoint import typed_json
 from dream_trainer.checkpoint.files import content_checksum
 from dream_trainer.checkpoint.model_state import value_checksum
-from dream_trainer.checkpoint.nested_state import (
-    MACHINE_OPTIONS,
-    TensorPath,
-    has_own_state_dict,
-    joined_state,
-    load_own_state,
-    parameter_in,
-    path_text,
-    split_state,
-)
+from dream_trainer.checkpoint.typed_json import TensorPath, joined_state, parameter_in, path_text, split_state
 from dream_trainer.checks import listed
 from dream_trainer.compat.pytorch import is_dtensor, local_tensor, shard_dim, storage_id
 from dream_trainer.distributed.ranks import Ranks, on_all_ranks
@@ -461,3 +452,94 @@ def _restore_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
             current.copy_(value)  # a scheduler or a compiled step may refer to this tensor
         else:
             group[key] = value.clone() if isinstance(value, Tensor) else value
+
+
+# -- Optimizers whose class defines `state_dict`: its result is restored by the class's `load_state_dict`.
+#
+# The optimizer's state afterwards is compared with it, since casts and forgetful methods raise no error.
+
+
+MACHINE_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+"""Options of groups that checkpoints leave out: parameters, their names, and the machine's implementation."""
+
+_GROUPS = "param_groups"
+_NOTHING = object()
+
+
+def has_own_state_dict(optimizer: Optimizer) -> bool:
+    """Whether its class overrides `state_dict` or `load_state_dict`."""
+    kind = type(optimizer)
+    return kind.state_dict is not Optimizer.state_dict or kind.load_state_dict is not Optimizer.load_state_dict
+
+
+@torch.no_grad()
+def load_own_state(name: str, optimizer: Optimizer, make: Callable[[], dict[str, Any]], *, with_options: bool) -> None:
+    """Restores an optimizer's own `state_dict`, with the parameters of this process."""
+    before, here = optimizer.param_groups, optimizer.state_dict()
+    given, taken = make(), make()
+    for state in (given, taken):
+        _take_parameters_of(here, state, with_options=with_options)
+    optimizer.load_state_dict(taken)
+    for former, group in zip(before, optimizer.param_groups, strict=True):
+        for key, value in group.items():
+            kept = former.get(key)
+            if isinstance(value, Tensor) and isinstance(kept, Tensor) and kept.shape == value.shape:
+                group[key] = kept.copy_(value)  # a scheduler or a compiled step may refer to this tensor
+    _take_types_back(given, optimizer.state_dict())
+    where = _first_difference(given, optimizer.state_dict())
+    if where is not None:
+        raise CheckpointError(
+            f"load_state_dict() of {type(optimizer).__name__} (optimizer {name!r}) did not bring back "
+            f"{path_text(where) or 'its state'}, which state_dict() had saved. Have load_state_dict take back all that "
+            "state_dict gives, by positions or parameters: the ids of objects are other ones in each process."
+        )
+
+
+def _take_parameters_of(here: Any, state: Any, *, with_options: bool) -> None:
+    """Groups in `state` get the parameters of `here`, and its choice of implementation."""
+    if isinstance(here, list | tuple) and isinstance(state, list | tuple):
+        for one, other in zip(here, state, strict=False):
+            _take_parameters_of(one, other, with_options=with_options)
+    if not isinstance(here, dict) or not isinstance(state, dict):
+        return
+    for key, value in state.items():
+        if key == _GROUPS:
+            state[key] = [
+                (group if with_options else {})
+                | {option: v for option, v in now.items() if not with_options or option in MACHINE_OPTIONS}
+                for group, now in zip(value, here.get(key) or value, strict=True)
+            ]
+        else:
+            _take_parameters_of(here.get(key), value, with_options=with_options)
+
+
+def _take_types_back(given: Any, now: Any) -> None:
+    """Tensors in dicts that have another type now are those that were given."""
+    if isinstance(given, dict) and isinstance(now, dict):
+        for key, value in given.items():
+            found = now.get(key)
+            if isinstance(value, Tensor) and isinstance(found, Tensor) and found.dtype != value.dtype:
+                now[key] = value
+            else:
+                _take_types_back(value, found)
+    elif isinstance(given, list | tuple) and isinstance(now, list | tuple):
+        for one, other in zip(given, now, strict=False):
+            _take_types_back(one, other)
+
+
+def _first_difference(given: Any, found: Any, path: TensorPath = ()) -> TensorPath | None:
+    """The path of the first value in `given` that `found` has otherwise, outside groups; None if there is none."""
+    if isinstance(given, list | tuple) and isinstance(found, list | tuple):
+        given, found = dict(enumerate(given)), dict(enumerate(found))
+    if isinstance(given, Mapping) and isinstance(found, Mapping):
+        pairs = ((key, given.get(key, _NOTHING), found.get(key, _NOTHING)) for key in {**given, **found})
+        different = (_first_difference(a, b, (*path, key)) for key, a, b in pairs if key != _GROUPS)
+        return next((where for where in different if where is not None), None)
+    if type(given) is not type(found):
+        is_same = False
+    elif isinstance(given, Tensor):
+        parts = local_tensor(given), local_tensor(found)
+        is_same = given.shape == found.shape and value_checksum(parts[0]) == value_checksum(parts[1])
+    else:
+        is_same = repr(given) == repr(found)
+    return None if is_same else path

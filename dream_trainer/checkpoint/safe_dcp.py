@@ -6,10 +6,9 @@ opened, and PyTorch reads tensors with `weights_only=True`."""
 from __future__ import annotations
 
 import io
+import math
 import pickle
 from collections.abc import Collection, Mapping
-from functools import partial
-from math import prod
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -22,18 +21,15 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from xxhash import xxh3_128
 
-from dream_trainer.checkpoint.blocks import Box, WeightFiles, blaming, inside, load_pickle, part_of
-from dream_trainer.checkpoint.files import FileEntry
+from dream_trainer.checkpoint.blocks import Box, inside, load_pickle, part_of
+from dream_trainer.checkpoint.files import FileEntry, blaming
 from dream_trainer.checkpoint.manifest import Manifest, read_manifest
 from dream_trainer.compat.pytorch import dcp_metadata_globals, file_window, local_tensor
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 from dream_trainer.stores.store_path import StorePath
 
 METADATA_NAME = ".metadata"
-
-_DTYPE_NAMES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
 class MetadataUnpickler(pickle.Unpickler):
@@ -46,7 +42,8 @@ class MetadataUnpickler(pickle.Unpickler):
         self._allowed = dcp_metadata_globals() | {not_a_tensor}
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        if (module_name, global_name) in self._allowed or (module_name == "torch" and global_name in _DTYPE_NAMES):
+        is_dtype = module_name == "torch" and isinstance(vars(torch).get(global_name), torch.dtype)
+        if is_dtype or (module_name, global_name) in self._allowed:
             return super().find_class(module_name, global_name)
         raise DamagedCheckpointError(
             f"{self._file} asks for {module_name}.{global_name}, which no checkpoint's metadata needs; loading it "
@@ -57,15 +54,12 @@ class MetadataUnpickler(pickle.Unpickler):
 def parse_metadata(content: bytes, file: Path, *, has_others: bool = False) -> Metadata:
     """DCP's metadata; with `has_others` entries may be no tensors."""
     with blaming(file):
-        metadata = MetadataUnpickler(content, file).load()
-    records, places = getattr(metadata, "state_dict_metadata", None), getattr(metadata, "storage_data", None)
-    if not isinstance(metadata, Metadata) or not isinstance(records, dict) or not isinstance(places, dict):
-        raise DamagedCheckpointError(f"{file} contains no DCP metadata. Resume from another checkpoint.")
-    for name, record in records.items():
-        if not isinstance(name, str) or not (has_others or isinstance(record, TensorStorageMetadata)):
-            raise DamagedCheckpointError(
-                f"{file} lists {name!r}, which is not a tensor. Only tensors are read from DCP files."
-            )
+        metadata: Metadata = MetadataUnpickler(content, file).load()
+        for name, record in metadata.state_dict_metadata.items():
+            if not isinstance(name, str) or not (has_others or isinstance(record, TensorStorageMetadata)):
+                raise DamagedCheckpointError(
+                    f"{file} lists {name!r}, which is not a tensor. Only tensors are read from DCP files."
+                )
     return metadata
 
 
@@ -105,18 +99,12 @@ class DcpTensors:
         self, path: Path, metadata: Metadata, manifest: Manifest | None, names: Mapping[str, str] | None = None
     ) -> None:
         self._path, self._manifest = path, manifest
-        self._storage: dict[Any, Any] = metadata.storage_data
         records: dict[str, Any] = metadata.state_dict_metadata
+        self._storage: Any = metadata.storage_data
         self._names = {name: name for name in records} if names is None else names
         with blaming(path / METADATA_NAME):
             self.records: dict[str, TensorStorageMetadata] = {name: records[full] for name, full in self._names.items()}
-            for name, record in self.records.items():
-                if any(not len(chunk.offsets) == len(chunk.sizes) == len(record.size) for chunk in record.chunks):
-                    raise ValueError(f"a chunk of {name!r} has another number of dimensions")
             self.shapes = {name: tuple(record.size) for name, record in self.records.items()}
-
-    def as_files(self) -> WeightFiles:
-        return WeightFiles(self.shapes, self.read, self.checksums)
 
     def checksums(self, boxes: Mapping[str, Box]) -> dict[Path, FileEntry]:
         if self._manifest is None:
@@ -125,14 +113,23 @@ class DcpTensors:
         return {piece.file: self._manifest.entry(piece.file.name) for piece in pieces}
 
     def pieces(self, name: str, box: Box) -> list[_Piece]:
-        found = []
-        for chunk in self.records[name].chunks:
-            common = tuple(
-                slice(max(cut.start, offset), min(cut.stop, offset + size))
-                for cut, offset, size in zip(box, chunk.offsets, chunk.sizes, strict=True)
-            )
-            if all(cut.start < cut.stop for cut in common):
-                file, place = self._location(name, chunk)
+        found, metadata_file = [], self._path / METADATA_NAME
+        with blaming(metadata_file):
+            for chunk in self.records[name].chunks:
+                common = tuple(
+                    slice(max(cut.start, offset), min(cut.stop, offset + size))
+                    for cut, offset, size in zip(box, chunk.offsets, chunk.sizes, strict=True)
+                )
+                if any(cut.start >= cut.stop for cut in common):
+                    continue
+                place = self._storage[MetadataIndex(self._names[name], chunk.offsets)]
+                if place.transform_descriptors:
+                    raise CheckpointError(
+                        f"{metadata_file} names stream transforms for {name!r}, which are not applied."
+                    )
+                if self._manifest is not None:
+                    self._manifest.entry(place.relative_path)
+                file = inside(metadata_file, place.relative_path)
                 found.append(_Piece(file, place.offset, place.length, name, chunk, common))
         covered, wanted = sum(_volume(piece.common) for piece in found), _volume(box)
         if covered < wanted:
@@ -146,24 +143,19 @@ class DcpTensors:
         block = torch.empty([cut.stop - cut.start for cut in box], dtype=self.records[name].properties.dtype)
         for piece in self.pieces(name, box):
             with blaming(piece.file), piece.file.open("rb") as stream:
-                piece.copy(file_window(stream, piece.offset, piece.length), block, box)
+                piece.copy(_window(piece.file, stream, piece.offset, piece.length), block, box)
         return block
 
-    def _location(self, name: str, chunk: ChunkStorageMetadata) -> tuple[Path, Any]:
-        metadata_file = self._path / METADATA_NAME
-        location = self._storage.get(MetadataIndex(self._names[name], chunk.offsets))
-        if location is None:
-            raise DamagedCheckpointError(f"{metadata_file} does not say where {name!r} is.")
-        with blaming(metadata_file):
-            if location.transform_descriptors:
-                raise CheckpointError(f"{metadata_file} names stream transforms for {name!r}, which are not applied.")
-            if self._manifest is not None:
-                self._manifest.entry(location.relative_path)
-            return inside(metadata_file, location.relative_path), location
+
+def _window(file: Path, stream: IO[bytes], offset: int, length: int) -> IO[bytes]:
+    """A part of an open file; of an object, whose reader jumps, in memory."""
+    if isinstance(file, StorePath):
+        return io.BytesIO(file.read_on(offset, offset + length).read(length))
+    return file_window(stream, offset, length)
 
 
 def _volume(box: Box) -> int:
-    return prod(cut.stop - cut.start for cut in box)
+    return math.prod(cut.stop - cut.start for cut in box)
 
 
 def _shifted(box: Box, origin: Any) -> Box:
@@ -191,13 +183,18 @@ def read_tensors(
         for file, parts in by_file.items():
             with blaming(file), file.open("rb") as stream:
                 # The memory of the host still has a local file's content: hashing it on the way would copy that twice.
-                hashed = _Hashed(stream) if file.name in unread and isinstance(file, StorePath) else None
+                is_hashed = file.name in unread and isinstance(file, StorePath)
                 for piece, local, box in sorted(parts, key=lambda of: of[0].offset):
-                    window = hashed.part if hashed else partial(file_window, stream)
-                    piece.copy(window(piece.offset, piece.length), local, box)
-                if hashed is not None:
+                    if is_hashed:
+                        _skip(stream, piece.offset - stream.tell())
+                        piece.copy(io.BytesIO(stream.read(piece.length)), local, box)
+                    else:
+                        piece.copy(_window(file, stream, piece.offset, piece.length), local, box)
+                if is_hashed:
+                    _skip(stream, math.inf)
                     unread.remove(file.name)
-                    manifest.entry(file.name).compare(file, *hashed.finish())
+                    raw: Any = stream.raw
+                    manifest.entry(file.name).compare(file, raw.tell(), raw.digest.hexdigest())
     finally:
         manifest.verify(*sorted(unread))
 
@@ -205,26 +202,7 @@ def read_tensors(
 _PART = 32 << 20
 
 
-class _Hashed:
-    """An object that is read in order, and hashed whole: no byte comes twice."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream, self._digest, self._position = stream, xxh3_128(), 0
-
-    def part(self, offset: int, length: int) -> IO[bytes]:
-        """Bytes from `offset`, which is that of the last part's end, or behind it."""
-        while self._position < offset and self._read(min(_PART, offset - self._position)):
-            pass
-        return io.BytesIO(self._read(length))
-
-    def finish(self) -> tuple[int, str]:
-        """Size and checksum of the whole."""
-        while self._read(_PART):
-            pass
-        return self._position, self._digest.hexdigest()
-
-    def _read(self, length: int) -> bytes:
-        content = self._stream.read(length)
-        self._position += len(content)
-        self._digest.update(content)
-        return content
+def _skip(stream: IO[bytes], count: float) -> None:
+    """Reads on by `count` bytes, or to the end."""
+    while count > 0 and (content := stream.read(int(min(count, _PART)))):
+        count -= len(content)

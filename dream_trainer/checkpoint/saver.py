@@ -90,7 +90,7 @@ class Saver(Saving):
 
     @property
     def is_overtaken(self) -> bool:
-        return not self.only_when_called and any(trainings(d) != known for d, known in self._claimed.items())
+        return any(trainings(directory) != known for directory, known in self._claimed.items())
 
     def claim(self, directory: Path) -> None:
         """Claims the run's directory, or that of its checkpoints, for this job until `release`; every rank calls it."""
@@ -366,7 +366,6 @@ class HostCopies:
         self._memory: dict[str, Tensor] = {}
         self._stream = torch.Stream(device) if device.type in _WITH_STREAMS else None
         self._copied: torch.Event | None = None
-        self._delays_update: torch.Event | None = None  # the same, until an update has waited for it
 
     def warm(self, tensors: Mapping[str, Tensor]) -> None:
         """Allocates memory for tensors of these shapes, so that the first save takes no longer than later ones."""
@@ -385,14 +384,13 @@ class HostCopies:
             with self._stream:
                 for name in later:
                     copies[name] = self._copy(name, tensors[name])
-                self._copied = self._delays_update = self._stream.record_event()
+                self._copied = self._stream.record_event()
         return copies
 
     def wait_before_update(self) -> None:
         """Right before parameters change in place: the device first finishes copying them. The host does not wait."""
-        copied, self._delays_update = self._delays_update, None
-        if copied is not None:
-            torch.accelerator.current_stream(self._device).wait_event(copied)
+        if self._copied is not None:
+            torch.accelerator.current_stream(self._device).wait_event(self._copied)
 
     def wait(self) -> None:
         if self._copied is not None:

@@ -25,15 +25,17 @@ from torch import Tensor
 from dream_trainer.checkpoint import typed_json
 from dream_trainer.checkpoint.files import (
     SHARED_NAME,
+    TEMPORARY_NAME,
     FileEntry,
+    blaming,
     make_temporary,
     publish,
     rank_name,
     recover_replaced,
-    remove_temporaries,
     remove_tree,
     step_name,
     sync_directory,
+    within,
     write_file,
 )
 from dream_trainer.checkpoint.manifest import (
@@ -98,7 +100,15 @@ def write_checkpoint(
 
     final = Path(root) / step_name(snapshot.step)
     task = f"write the checkpoint of step {snapshot.step} to {root}"
-    if from_main_rank(world, task, lambda: _tidy(final)) and not replace:
+
+    def exists() -> bool:
+        recover_replaced(final.parent)
+        for entry in within(final.parent):
+            if TEMPORARY_NAME.fullmatch(entry.name):  # left by a killed job
+                remove_tree(entry)
+        return final.exists()
+
+    if from_main_rank(world, task, exists) and not replace:
         with suppress(DamagedCheckpointError):
             return verify_checkpoint(final, world=world).path
     temporary = from_main_rank(world, task, lambda: make_temporary(final.parent, snapshot.step))
@@ -165,13 +175,6 @@ def _offered(snapshot: Snapshot, world: Ranks) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in snapshot.tensors.items() if name not in own}
 
 
-def _tidy(final: Path) -> bool:
-    """Repairs or removes remains of killed jobs in the directory of checkpoints; returns whether `final` exists."""
-    recover_replaced(final.parent)
-    remove_temporaries(final.parent)
-    return final.exists()
-
-
 # -- Reading a checkpoint back: its tensors into those of any mesh, and the states of all ranks or of one.
 
 
@@ -236,23 +239,13 @@ def read_shared(path: Path) -> dict[str, Any]:
 
 
 def read_rank(path: Path, rank: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    from safetensors import SafetensorError
     from safetensors.torch import load
 
     manifest, name = read_manifest(path), f"{rank_name(rank)}.safetensors"
-    state = _read_json(manifest, f"{rank_name(rank)}.json")
-    try:
-        return state, load(manifest.read(name))
-    except (SafetensorError, KeyError) as error:
-        raise DamagedCheckpointError(f"{manifest.path / name} is not a safetensors file: {error}.") from error
+    with blaming(manifest.path / name):
+        return _read_json(manifest, f"{rank_name(rank)}.json"), load(manifest.read(name))
 
 
 def _read_json(manifest: Manifest, name: str) -> dict[str, Any]:
-    content = manifest.read(name)
-    try:
-        state = typed_json.loads(content)
-        if not isinstance(state, dict):
-            raise ValueError(f"it contains an object of type {type(state).__name__} where a dict was written")
-    except ValueError as error:
-        raise DamagedCheckpointError(f"{manifest.path / name} is damaged: {error}.") from error
-    return state
+    with blaming(manifest.path / name):
+        return dict(typed_json.loads(manifest.read(name)))

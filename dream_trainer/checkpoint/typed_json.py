@@ -11,13 +11,14 @@ import base64
 import json
 import math
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 MAX_ARRAY_BYTES = 1 << 20
 # Size of the largest tensor or array that is written in JSON; larger ones belong among the tensors.
@@ -107,7 +108,7 @@ def _array(obj: np.ndarray, path: str) -> dict[str, Any]:
     return _stored(obj.dtype.str, obj.shape, obj.tobytes(), path)
 
 
-def _tensor(obj: torch.Tensor, path: str) -> dict[str, Any]:
+def _tensor(obj: Tensor, path: str) -> dict[str, Any]:
     if obj.layout is not torch.strided or obj.is_quantized or obj.is_meta:
         raise TypeError(f"{path or 'the value'}: only dense tensors with values can be kept in a checkpoint's JSON.")
     # Conjugate and negative views are lazy: resolved, so that the bits stored are those of the values.
@@ -143,7 +144,7 @@ def _load_array(value: dict[str, Any]) -> np.ndarray:
     return np.frombuffer(base64.b64decode(value["data"]), dtype).reshape(value["shape"]).copy()
 
 
-def _load_tensor(value: dict[str, Any]) -> torch.Tensor:
+def _load_tensor(value: dict[str, Any]) -> Tensor:
     dtype, content = _TORCH_DTYPES[value["dtype"]], base64.b64decode(value["data"])
     if not content:
         return torch.empty(value["shape"], dtype=dtype)
@@ -163,7 +164,7 @@ _TYPES: dict[str, tuple[type, Callable[[Any, str], Any], Callable[[Any], Any]]] 
     "$datetime": (datetime, lambda obj, path: obj.isoformat(), datetime.fromisoformat),
     "$timedelta": (timedelta, lambda obj, path: [obj.days, obj.seconds, obj.microseconds], lambda v: timedelta(*v)),
     "$ndarray": (np.ndarray, _array, _load_array),
-    "$tensor": (torch.Tensor, _tensor, _load_tensor),
+    "$tensor": (Tensor, _tensor, _load_tensor),
     "$dtype": (torch.dtype, _text, _TORCH_DTYPES.__getitem__),
     "$device": (torch.device, _text, torch.device),
     "$size": (torch.Size, _items, torch.Size),
@@ -173,3 +174,90 @@ _TYPES: dict[str, tuple[type, Callable[[Any, str], Any], Callable[[Any], Any]]] 
 _TAGS = {kind: tag for tag, (kind, _, _) in _TYPES.items()}
 _DECODERS = {tag: decode for tag, (_, _, decode) in _TYPES.items()}
 _DECODERS |= {"$float": float, "$dict": dict, "$numpy": lambda value: _load_array(value)[()]}
+
+
+# -- Nested state of lists, tuples and dicts: its tensors by path, and the rest for typed JSON.
+#
+# Tensors under a string key of the first level are in `tensors`, as in 0.1's format. Deeper ones are in `nested`, with
+# None in their place in `values`. A model's parameter, as a key or a value, is stored as its name.
+
+
+_PARAMETER = "dream_trainer.parameter"
+
+TensorPath = tuple[Any, ...]  # such as `("GG", 0)`
+
+
+def split_state(
+    state: Mapping[Any, Any], names: Mapping[Tensor, str]
+) -> tuple[dict[str, Any], dict[TensorPath, Tensor]]:
+    """A record of nested state without its tensors, for `joined_state`, and the tensors by path."""
+    found: dict[TensorPath, Tensor] = {}
+    values = _without_tensors(state, names, found, ())
+    top = [path[0] for path in found if not path[1:] and isinstance(path[0], str)]
+    record: dict[str, Any] = {"tensors": sorted(top), "values": {k: v for k, v in values.items() if k not in top}}
+    nested = [list(path) for path in found if path[1:] or not isinstance(path[0], str)]
+    return record | ({"nested": nested} if nested else {}), found
+
+
+def joined_state(
+    record: Mapping[str, Any], tensors: Mapping[TensorPath, Tensor], parameters: Mapping[str, nn.Parameter]
+) -> dict[Any, Any]:
+    values = dict(record["values"]) | dict.fromkeys(record["tensors"])
+    joined: dict[Any, Any] = _with_tensors(values, tensors, parameters, ())
+    return joined
+
+
+def path_text(path: TensorPath) -> str:
+    """A path as part of a tensor's name: `GG.0`."""
+    return ".".join(str(part[1]) if _is_parameter(part) else str(part) for part in path)
+
+
+def parameter_in(path: TensorPath) -> str | None:
+    return next((part[1] for part in path if _is_parameter(part)), None)
+
+
+def _is_parameter(value: Any) -> bool:
+    return type(value) is tuple and len(value) == 2 and value[0] == _PARAMETER
+
+
+def _mapped(value: Any, change: Callable[[Any, Any], tuple[Any, Any]]) -> Any:
+    """A list, tuple or dict with `change` applied to its keys and entries; anything else as it is."""
+    kind = type(value)
+    if kind in (list, tuple):
+        return kind(change(index, entry)[1] for index, entry in enumerate(value))
+    if kind in (dict, OrderedDict, defaultdict):
+        changed = value.copy()  # a defaultdict keeps its factory
+        changed.clear()
+        changed.update(change(key, entry) for key, entry in value.items())
+        return changed
+    return value
+
+
+def _without_tensors(value: Any, names: Mapping[Tensor, str], found: dict[TensorPath, Tensor], path: TensorPath) -> Any:
+    def named(key: Any) -> Any:
+        return (_PARAMETER, names[key]) if isinstance(key, nn.Parameter) and key in names else key
+
+    def change(key: Any, entry: Any) -> tuple[Any, Any]:
+        key = named(key)
+        return key, _without_tensors(entry, names, found, (*path, key))
+
+    if not isinstance(value, Tensor):
+        return _mapped(value, change)
+    if (name := named(value)) is not value:
+        return name
+    found[path] = value.detach()
+    return None
+
+
+def _with_tensors(
+    value: Any, tensors: Mapping[TensorPath, Tensor], parameters: Mapping[str, nn.Parameter], path: TensorPath
+) -> Any:
+    def unnamed(key: Any) -> Any:
+        return parameters[key[1]] if _is_parameter(key) else key
+
+    def change(key: Any, entry: Any) -> tuple[Any, Any]:
+        return unnamed(key), _with_tensors(entry, tensors, parameters, (*path, key))
+
+    if path in tensors:
+        return tensors[path]
+    return unnamed(value) if _is_parameter(value) else _mapped(value, change)

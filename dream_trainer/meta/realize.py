@@ -18,30 +18,22 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from dream_trainer.compat.pytorch import is_dtensor, keep_hooks, local_tensor, reset_attention_parameters, second_lists
+from dream_trainer.compat.pytorch import (
+    is_dtensor,
+    keep_hooks,
+    local_tensor,
+    reset_attention_parameters,
+    second_lists,
+    without_torch_function,
+)
 from dream_trainer.errors import InitError
 from dream_trainer.meta.tape import Ref, Tape
-
-
-@runtime_checkable
-class HasInitWeights(Protocol):
-    def init_weights(self) -> None: ...
-
-
-@runtime_checkable
-class HasResetParameters(Protocol):
-    def reset_parameters(self) -> None: ...
-
-
-@runtime_checkable
-class HasPostInit(Protocol):  # a model of transformers: its constructor ends with `post_init()`
-    def post_init(self) -> None: ...
 
 
 def default_init(model: nn.Module, tape: Tape) -> None:
@@ -50,30 +42,34 @@ def default_init(model: nn.Module, tape: Tape) -> None:
     with torch.no_grad(), tape.recording():
         for module in children_first:
             tensors = chain(module.parameters(recurse=False), module.buffers(recurse=False))
-            if not any(tape.is_untouched(tensor) for tensor in tensors):
+            with without_torch_function():
+                is_done = not any(tensor.is_meta and tape.is_untouched(tape.ref(tensor)) for tensor in tensors)
+            if is_done:
                 continue
             if isinstance(module, (nn.MultiheadAttention, nn.Transformer)):
                 reset_attention_parameters(module)
-            elif isinstance(module, HasResetParameters):
-                module.reset_parameters()
+            elif callable(reset_parameters := getattr(module, "reset_parameters", None)):
+                reset_parameters()
         for module in children_first:
-            if isinstance(module, HasInitWeights) and not _has_had_it(module, tape):
-                module.init_weights()
+            init_weights = getattr(module, "init_weights", None)
+            if callable(init_weights) and not _has_had_it(module, init_weights, tape):
+                init_weights()
 
 
-def _has_had_it(module: HasInitWeights, tape: Tape) -> bool:
+def _has_had_it(module: nn.Module, init_weights: Callable[..., object], tape: Tape) -> bool:
     """Whether `init_weights` must not be called: its work is done, or it cannot be called."""
-    assert isinstance(module, nn.Module)
-    if isinstance(module, HasPostInit) or tape.has_initialised(module):
+    # A model of transformers ends its constructor with `post_init()`.
+    if hasattr(module, "post_init") or module in tape.initialised:
         return True
     # Inner modules often take arguments here (`init_weights(std)`), and are called by their parent.
-    arguments = inspect.signature(module.init_weights).parameters.values()
+    arguments = inspect.signature(init_weights).parameters.values()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     if any(p.default is p.empty and p.kind not in variadic for p in arguments):
         return True
-    parameters = list(module.parameters())
-    is_tracked = not parameters or any(tape.tracks(p) for p in parameters)
-    return not is_tracked or any(tape.is_given(p) for p in parameters)
+    with without_torch_function():
+        parameters = list(module.parameters())
+        tracked = [tape.ref(p) for p in parameters if p.is_meta and tape.knows(p)]
+        return bool(parameters and not tracked) or any(map(tape.is_given, tracked))
 
 
 # -- What a build leaves behind.
@@ -83,14 +79,13 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def refuse_lazy(models: Mapping[str, nn.Module]) -> None:
-    for model_name, model in models.items():
-        for name, module in model.named_modules(prefix=model_name):
-            tensors = (*module._parameters.values(), *module._buffers.values())
-            if any(is_lazy(tensor) for tensor in tensors if tensor is not None):
-                raise InitError(
-                    f"self.{name} ({type(module).__name__}) has parameters without a shape, so it cannot be sharded. "
-                    "Give its constructor the sizes, or call the model once on an example batch in configure_models."
-                )
+    for module, _, full_name, tensor in _tensors(models, _named_tensors):
+        if is_lazy(tensor):
+            name, _, _ = full_name.rpartition(".")
+            raise InitError(
+                f"self.{name} ({type(module).__name__}) has parameters without a shape, so it cannot be sharded. "
+                "Give its constructor the sizes, or call the model once on an example batch in configure_models."
+            )
 
 
 def refuse_hidden(roots: Mapping[str, Any]) -> None:
@@ -171,7 +166,7 @@ class Replay:
 
     def fill(self, group: list[MetaPlace], tape: Tape, device: torch.device) -> None:
         """Replays one storage and gives every tensor that looks at it its values."""
-        storage, used_uninitialised = tape.history.replay(group[0].note.ref)
+        storage, used_uninitialised = tape.replay(group[0].note.ref)
         for place in group:
             _check(place, place.note.ref.view(storage), used_uninitialised, tape)
         plain = [place for place in group if place.part is None]
@@ -210,22 +205,19 @@ class MetaPlace:
 def remember(models: Mapping[str, nn.Module], tape: Tape) -> Plan:
     """Notes which recorded tensor every parameter, buffer and tensor attribute on meta is, before anything shards."""
     plan = Plan(tape)
-    for model_name, model in models.items():
-        for prefix, module in model.named_modules(prefix=model_name, remove_duplicate=False):
-            for name, tensor in _named_tensors(module):
-                fqn = f"{prefix}.{name}"
-                if isinstance(tensor, nn.Parameter):
-                    # One on meta takes no room, and could not be swapped for a real one if it was referred to weakly.
-                    kept = partial(lambda one: one, tensor) if tensor.is_meta else weakref.ref(tensor)
-                    plan.parameters.setdefault(id(tensor), (kept, fqn))
-                if tensor.is_meta:
-                    note = _Note(tape.history.ref(tensor), fqn, isinstance(tensor, nn.Parameter))
-                    plan.by_owner.setdefault((module, name), note)
-                    plan.by_name[plain_name(fqn)] = note
-            for name, tensor in _attributes(module):
-                if tensor.is_meta:
-                    note = _Note(tape.history.ref(tensor), f"{prefix}.{name}", isinstance(tensor, nn.Parameter))
-                    plan.attributes.append((tensor, note))
+    for module, name, full_name, tensor in _tensors(models, _named_tensors):
+        if isinstance(tensor, nn.Parameter):
+            # One on meta takes no room, and could not be swapped for a real one if it was referred to weakly.
+            kept = partial(lambda one: one, tensor) if tensor.is_meta else weakref.ref(tensor)
+            plan.parameters.setdefault(id(tensor), (kept, full_name))
+        if tensor.is_meta:
+            note = _Note(tape.ref(tensor), full_name, isinstance(tensor, nn.Parameter))
+            plan.by_owner.setdefault((module, name), note)
+            plan.by_name[plain_name(full_name)] = note
+    for _, _, full_name, tensor in _tensors(models, _attributes):
+        if tensor.is_meta:
+            note = _Note(tape.ref(tensor), full_name, isinstance(tensor, nn.Parameter))
+            plan.attributes.append((tensor, note))
     return plan
 
 
@@ -252,34 +244,30 @@ def materialize(models: Mapping[str, nn.Module], plan: Plan, device: torch.devic
 def _refuse_left_behind(models: Mapping[str, nn.Module], plan: Plan) -> None:
     """Refuses attributes that hold what was a parameter until sharding put another in its place."""
     now = {id(parameter) for model in models.values() for parameter in model.parameters()}
-    for model_name, model in models.items():
-        for prefix, module in model.named_modules(prefix=model_name):
-            for name, tensor in _attributes(module):
-                kept, former = plan.parameters.get(id(tensor), (None, ""))
-                if kept is not None and kept() is tensor and id(tensor) not in now:
-                    raise InitError(
-                        f"{prefix}.{name} holds the parameter {former} a second time, as it was before sharding, and "
-                        "would not be trained. Keep its name there, and use get_parameter(name)."
-                    )
+    for _, _, full_name, tensor in _tensors(models, _attributes):
+        kept, former = plan.parameters.get(id(tensor), (None, ""))
+        if kept is not None and kept() is tensor and id(tensor) not in now:
+            raise InitError(
+                f"{full_name} holds the parameter {former} a second time, as it was before sharding, and would not be "
+                "trained. Keep its name there, and use get_parameter(name)."
+            )
 
 
 def _places(models: Mapping[str, nn.Module], plan: Plan) -> list[MetaPlace]:
     """Every distinct tensor object on meta; non-leaf attributes first, whose graphs would hold on to parameters."""
     places: dict[int, MetaPlace] = {}
-    for model_name, model in models.items():
-        for prefix, module in model.named_modules(prefix=model_name, remove_duplicate=False):
-            for name, tensor in _named_tensors(module):
-                if not tensor.is_meta:
-                    continue
-                note = plan.by_owner.get((module, name)) or plan.by_name.get(plain_name(f"{prefix}.{name}"))
-                if note is None or note.ref.size != tensor.shape:
-                    raise InitError(
-                        f"{prefix}.{name} is on the meta device and is not what configure_models() left there. "
-                        "Create and reshape parameters in configure_models(); parallelise without replacing them."
-                    )
-                place = places.setdefault(id(tensor), MetaPlace(tensor, note))
-                if (module, name) not in place.slots:
-                    place.slots.append((module, name))
+    for module, name, full_name, tensor in _tensors(models, _named_tensors):
+        if not tensor.is_meta:
+            continue
+        note = plan.by_owner.get((module, name)) or plan.by_name.get(plain_name(full_name))
+        if note is None or note.ref.size != tensor.shape:
+            raise InitError(
+                f"{full_name} is on the meta device and is not what configure_models() left there. "
+                "Create and reshape parameters in configure_models(); parallelise without replacing them."
+            )
+        place = places.setdefault(id(tensor), MetaPlace(tensor, note))
+        if (module, name) not in place.slots:
+            place.slots.append((module, name))
     attributes: dict[int, MetaPlace] = {}
     for tensor, note in plan.attributes:
         if tensor.is_meta and id(tensor) not in places:
@@ -296,12 +284,12 @@ def _check(place: MetaPlace, full: Tensor, used_uninitialised: bool, tape: Tape)
     name = place.note.name
     if place.note.is_parameter:
         # A sum is NaN if any element is, and needs no memory; infinities of both signs make it NaN too.
-        if tape.history.is_untouched(place.note.ref) or (full.sum().isnan() and full.isnan().any()):
+        if tape.is_untouched(place.note.ref) or (full.sum().isnan() and full.isnan().any()):
             raise InitError(
                 f"Parameter {name} has uninitialised values. Set all of them in its module's constructor or "
                 "in init_weights()."
             )
-    elif tape.history.is_foreign(place.note.ref):
+    elif place.note.ref.storage in tape.foreign and tape.is_untouched(place.note.ref):
         raise InitError(
             f"Buffer {name} was computed on the meta device before configure_models(), so its values are lost. "
             "Build the model inside configure_models(), or fill the buffer in init_weights()."
@@ -342,6 +330,16 @@ def put(place: MetaPlace, real: Tensor) -> None:
             ) from None
         for module, name in place.slots:
             setattr(module, name, real)
+
+
+def _tensors(
+    models: Mapping[str, nn.Module], of_module: Callable[[nn.Module], Iterator[tuple[str, Tensor]]]
+) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
+    """What `of_module` gives of every module: the module, the tensor's name in it and in whole, and the tensor."""
+    for model_name, model in models.items():
+        for prefix, module in model.named_modules(prefix=model_name, remove_duplicate=False):
+            for name, tensor in of_module(module):
+                yield module, name, f"{prefix}.{name}", tensor
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

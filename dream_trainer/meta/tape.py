@@ -51,10 +51,10 @@ FILLED = {  # factories that are worth deferring when their result is large
     *("new_zeros", "new_ones", "new_full"),
 }
 
-READS = {  # functions that bring values into Python
+READS = {  # functions that bring values into Python, or to a device
     *("item", "tolist", "numpy", "__array__", "__repr__", "__str__", "__format__", "__reduce_ex__", "__dlpack__"),
     *("__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__"),
-    *("equal", "allclose", "is_nonzero", "pin_memory"),
+    *("equal", "allclose", "is_nonzero", "pin_memory", "cuda"),
 }
 
 QUIET_WRITES = {"batch_norm", "instance_norm"}  # write running statistics without counting it: they run for real
@@ -142,7 +142,6 @@ class Op:
     reads: tuple[int, ...]  # storages whose earlier values it depends on
     overwrites: int | None  # a storage among `writes` none of whose earlier values survive
     default_dtype: torch.dtype
-    is_source: bool = False  # its output holds no values that anybody chose
 
 
 @dataclass(slots=True)
@@ -151,15 +150,38 @@ class _Storage:
     writers: list[int]
 
 
-class RecordedCalls:
-    """A list of calls, of which those that one tensor depends on can run again: each draws by (seed, its number)."""
+class Tape:
+    """Records how tensors are made, and makes them later, one at a time, the same bits on every rank.
+
+    Of its list of calls those that one tensor depends on run again: each draws by (seed, its number)."""
 
     def __init__(self, seed: int) -> None:
+        self._seed = seed
         self._first_seed = hash_seed(b"draw", seed)
+        self._recordings = 0
+        self._is_recording = False
+        self.initialised: WeakSet[nn.Module] = WeakSet()
+        # Modules whose `init_weights()` ran in a recording, and wrote to something: their constructors may call it.
         self.ops: list[Op] = []
         self.storages: dict[int, _Storage] = {}
-        self.foreign: set[int] = set()
+        self.foreign: set[int] = set()  # storages that were on meta before any recorded call
         self.asked: dict[int, int] = {}  # storages whose values the code saw, and after how many calls it did so last
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Defers and records inside, also when entered again; the real generators are seeded, and restored on exit."""
+        if self._is_recording:
+            yield
+            return
+        self._is_recording = True
+        self._recordings += 1
+        try:
+            with preserved_random_state():
+                seed_cpu(hash_seed(b"recording", self._seed, self._recordings))
+                with Recorder(self):
+                    yield
+        finally:
+            self._is_recording = False
 
     def ref(self, tensor: Tensor) -> Ref:
         """How to find `tensor` (on meta) again; a meta tensor never seen before counts as uninitialised."""
@@ -185,11 +207,11 @@ class RecordedCalls:
         count = tensor.untyped_storage().nbytes() // tensor.element_size()
         outputs = ((0, self.look(tensor)),)
         kwargs = {"dtype": tensor.dtype}
-        op = Op(_uninitialised, (count,), kwargs, outputs, (), (), None, torch.get_default_dtype(), is_source=True)
+        op = Op(_uninitialised, (count,), kwargs, outputs, (), (), None, torch.get_default_dtype())
         self.append(op, [tensor])
 
     def is_untouched(self, ref: Ref) -> bool:
-        return all(self.ops[number].is_source for number in self.storages[ref.storage].writers)
+        return all(self.ops[number].func is _uninitialised for number in self.storages[ref.storage].writers)
 
     def is_given(self, ref: Ref) -> bool:
         """Whether the last write to the whole storage copied a real tensor into it, as loading weights does."""
@@ -200,10 +222,6 @@ class RecordedCalls:
     def is_drawn(self, ref: Ref) -> bool:
         """Whether any of the calls that the storage's present values depend on draws random numbers."""
         return any(name_of(self.ops[number].func) in DRAWS for number in self.calls_behind(ref.storage))
-
-    def is_foreign(self, ref: Ref) -> bool:
-        """Whether the storage was on meta before any recorded call, and nothing has been written to it since."""
-        return ref.storage in self.foreign and self.is_untouched(ref)
 
     def replay(
         self, ref: Ref, given: Mapping[int, torch.UntypedStorage] | None = None
@@ -230,7 +248,7 @@ class RecordedCalls:
         real = live.get(ref.storage)
         if real is None:
             real = torch.UntypedStorage(self.storages[ref.storage].meta.nbytes())
-        return real, any(self.ops[number].is_source for number in numbers)
+        return real, any(self.ops[number].func is _uninitialised for number in numbers)
 
     def look(self, tensor: Tensor) -> Ref:
         """How `tensor` looks at its storage, recorded or not."""
@@ -304,62 +322,15 @@ def _laid_out(real: Tensor, ref: Ref, nbytes: int) -> torch.UntypedStorage:
 # -- Recording.
 
 
-class Tape:
-    """Records how tensors are made, and makes them later, one at a time, the same bits on every rank."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self.history = RecordedCalls(seed)
-        self._initialised: WeakSet[nn.Module] = WeakSet()
-        self._recordings = 0
-        self._is_recording = False
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Defers and records inside, also when entered again; the real generators are seeded, and restored on exit."""
-        if self._is_recording:
-            yield
-            return
-        self._is_recording = True
-        self._recordings += 1
-        try:
-            with preserved_random_state():
-                seed_cpu(hash_seed(b"recording", self.seed, self._recordings))
-                with Recorder(self.history, self._initialised):
-                    yield
-        finally:
-            self._is_recording = False
-
-    def has_initialised(self, module: nn.Module) -> bool:
-        """Whether `module.init_weights()` ran in a recording, and wrote to something: its constructor may call it."""
-        return module in self._initialised
-
-    def tracks(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is a meta tensor that this tape can replay."""
-        with without_torch_function():
-            return tensor.is_meta and self.history.knows(tensor)
-
-    def is_untouched(self, tensor: Tensor) -> bool:
-        """Whether `tensor` was allocated (here, or on meta before the recording) and never written to."""
-        with without_torch_function():
-            return tensor.is_meta and self.history.is_untouched(self.history.ref(tensor))
-
-    def is_given(self, tensor: Tensor) -> bool:
-        """Whether `tensor`'s values were copied from a real tensor, as loading weights does."""
-        with without_torch_function():
-            return self.tracks(tensor) and self.history.is_given(self.history.ref(tensor))
-
-
 LARGE = 1 << 20  # smallest number of elements of a deferred filled tensor: 4 MB in fp32
 
 
 class Recorder(TorchFunctionMode):
-    """Sees every torch call made while it is entered, and keeps in `history` those that deferred tensors need."""
+    """Sees every torch call made while it is entered, and keeps on `tape` those that deferred tensors need."""
 
-    def __init__(self, history: RecordedCalls, initialised: WeakSet[nn.Module]) -> None:
+    def __init__(self, tape: Tape) -> None:
         super().__init__()
-        self.history = history
-        self._initialised = initialised
+        self.tape = tape
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -393,7 +364,7 @@ class Recorder(TorchFunctionMode):
         if name in FILLED and result.numel() < LARGE and not is_asked_for:
             return func(*args, **kwargs)
         if name in EMPTY:
-            self.history.append_source(result)
+            self.tape.append_source(result)
             if result.numel() == 0 and not is_asked_for:
                 return func(*args, **kwargs)  # `torch.load` points it to read data, which cannot be recorded
             return result
@@ -418,8 +389,6 @@ class Recorder(TorchFunctionMode):
             if moved.dtype == args[0].dtype and not kept:
                 return args[0]
             args, kwargs = (args[0], moved.dtype), kept
-        if name == "cuda":
-            return self._read(func, args, kwargs)
         if name == "__deepcopy__":
             return self._deepcopy(*args)
         if name in ("data_ptr", "const_data_ptr"):
@@ -454,7 +423,7 @@ class Recorder(TorchFunctionMode):
                 return func(tensor, copied)
             return func(*args)
         # An empty one that is not recorded asks whether `torch.device("meta")` is on, as transformers does.
-        if tensor.is_meta and not (_is_empty(tensor) and not self.history.knows(tensor)):
+        if tensor.is_meta and not (_is_empty(tensor) and not self.tape.knows(tensor)):
             answers = {"is_meta": False, "is_cpu": True, "device": torch.device("cpu")}
             if name in answers:
                 return answers[name]
@@ -463,9 +432,9 @@ class Recorder(TorchFunctionMode):
     def _real(self, leaf: Any) -> Any:
         if not (isinstance(leaf, Tensor) and leaf.is_meta):
             return leaf
-        ref = self.history.ref(leaf)
-        self.history.asked[ref.storage] = len(self.history.ops)
-        return ref.view(self.history.replay(ref)[0])
+        ref = self.tape.ref(leaf)
+        self.tape.asked[ref.storage] = len(self.tape.ops)
+        return ref.view(self.tape.replay(ref)[0])
 
     def _read(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], written: Sequence[Tensor] = ()
@@ -507,7 +476,7 @@ class Recorder(TorchFunctionMode):
 
         tracked = [leaf for leaf in (*tensor_leaves(args), *tensor_leaves(kwargs)) if leaf.is_meta]
         for leaf in tracked:
-            self.history.ref(leaf)
+            self.tape.ref(leaf)
         counts = [write_count(leaf) for leaf in tracked]
         try:
             result = func(*map_leaves(meta, args), **map_leaves(meta, kwargs))
@@ -526,7 +495,7 @@ class Recorder(TorchFunctionMode):
             return self._read(func, args, kwargs)
         also = [leaf for leaf, count in zip(tracked, counts, strict=True) if write_count(leaf) != count]
         writes = [*written, *also]
-        if writes or any(not self.history.knows(leaf) for leaf in tensor_leaves(result) if leaf.is_meta):
+        if writes or any(not self.tape.knows(leaf) for leaf in tensor_leaves(result) if leaf.is_meta):
             self._append(func, args, self._with_generators(func, args, kwargs), result, writes)
         return result
 
@@ -534,8 +503,6 @@ class Recorder(TorchFunctionMode):
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """Replaces a user's generator by a clone, and advances it as the call would have."""
-        if any(isinstance(value, torch.Generator) for value in args):
-            raise InitError(f"torch.{name_of(func)} got a generator by position. Pass it as `generator=`.")
         generator = kwargs.get("generator")
         if generator is None:
             return kwargs
@@ -554,9 +521,9 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         new, outputs = [], []
         for position, leaf in enumerate(tensor_leaves(result)):
-            if leaf.is_meta and not self.history.knows(leaf):
+            if leaf.is_meta and not self.tape.knows(leaf):
                 new.append(leaf)
-                outputs.append((position, self.history.look(leaf)))
+                outputs.append((position, self.tape.look(leaf)))
 
         refs: list[Ref] = []
 
@@ -565,7 +532,7 @@ class Recorder(TorchFunctionMode):
                 return leaf
             if not leaf.is_meta:
                 return leaf.detach().clone()
-            refs.append(self.history.ref(leaf))
+            refs.append(self.tape.ref(leaf))
             return refs[-1]
 
         args, kwargs = map_leaves(captured, args), map_leaves(captured, kwargs)
@@ -573,9 +540,9 @@ class Recorder(TorchFunctionMode):
         reads = tuple({ref.storage for ref in refs} - {overwrites})
         written = tuple({storage_id(target) for target in writes})
         op = Op(func, args, kwargs, tuple(outputs), written, reads, overwrites, torch.get_default_dtype())
-        self.history.append(op, new)
+        self.tape.append(op, new)
         if writes:
-            self._initialised.update(_initialising())
+            self.tape.initialised.update(_initialising())
 
 
 def _initialising() -> Iterator[nn.Module]:

@@ -365,7 +365,7 @@ class Valueless(Replay):
 
     @override
     def fill(self, group: list[MetaPlace], tape: Tape, device: torch.device) -> None:
-        n_bytes = tape.history.storages[group[0].note.ref.storage].meta.nbytes()
+        n_bytes = tape.storages[group[0].note.ref.storage].meta.nbytes()
         storage = torch.UntypedStorage(n_bytes, device="meta")
         for place in group:
             real: Any = place.part

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from dream_trainer.checkpoint import typed_json
 from dream_trainer.checkpoint.manifest import Manifest
 from dream_trainer.checkpoint.model_state import (
-    FrozenWeights,
     ModelForm,
+    frozen_digests,
     load_metric_state,
     load_model_extra_state,
     load_rank_buffers,
@@ -66,14 +66,14 @@ from dream_trainer.weights.load import origin_of
 def snapshot(
     runtime: Runtime,
     form: ModelForm,
-    frozen: FrozenWeights | None,
+    frozen: Mapping[str, str] | None,
     metrics: dict[str, float],
     copies: HostCopies | None,
 ) -> Snapshot:
     """The trainer's complete state at this moment; a collective. Tensors are copied to `copies`, if given."""
     world, models = runtime.world, runtime.registry.models()
     tensors, optimizers, own_of_optimizers = _tensors(runtime)
-    left_out = _left_out(models, frozen.unchanged(), world) if frozen is not None else {}
+    left_out = _left_out(models, frozen, world) if frozen is not None else {}
     own = {name: tensor for name, tensor in tensors.items() if name not in left_out}
     tensors = runtime.rounds.tensors_to_save(own)
     extra_state = _extra_state(runtime)
@@ -166,8 +166,10 @@ def kept_name(optimizer: str, worker: int) -> str:
     return optimizer if worker == 0 else f"workers.{worker}.{optimizer}"
 
 
-def _left_out(models: Mapping[str, nn.Module], digests: Mapping[str, str], world: World) -> dict[str, dict[str, str]]:
-    about = {name: {"digest": digest} for name, digest in digests.items()}
+def _left_out(models: Mapping[str, nn.Module], frozen: Mapping[str, str], world: World) -> dict[str, dict[str, str]]:
+    """What is still frozen and has the values of the setup, whose digests `frozen` has; a collective."""
+    now = frozen_digests(models, world)
+    about = {name: {"digest": digest} for name, digest in now.items() if frozen.get(name) == digest}
     for name, parameter in model_parameters(models).items():
         origin = origin_of(parameter) if name in about else None
         if origin is not None:
@@ -178,11 +180,10 @@ def _left_out(models: Mapping[str, nn.Module], digests: Mapping[str, str], world
     return about
 
 
-def tensors_to_save(runtime: Runtime, frozen: FrozenWeights | None) -> dict[str, Tensor]:
+def tensors_to_save(runtime: Runtime, frozen: Mapping[str, str] | None) -> dict[str, Tensor]:
     """The tensors of a save after the first step; a collective."""
     tensors, _, _ = _tensors(runtime)
-    passed_over = {} if frozen is None else frozen.at_setup
-    return {name: tensor for name, tensor in tensors.items() if name not in passed_over}
+    return {name: tensor for name, tensor in tensors.items() if name not in (frozen or {})}
 
 
 def _digests(runtime: Runtime, plain: Mapping[str, Any]) -> dict[str, str]:

@@ -230,10 +230,9 @@ def refuse_other_adapters(
             changes = _changes_of_all(adapters_from(saved[name]), adapters[name])
             if changes:
                 raise CheckpointError(
-                    f"the adapters of model {name!r} are configured otherwise, so that the same weights would be "
-                    f"another function: {_listed(changes)}. Give get_peft_model the config of the checkpoint. To take "
-                    f"the weights under another one on purpose, export them (dream-trainer checkpoints export {path} "
-                    'adapters) and begin a run with load_adapters(model, "adapters", '
+                    f"the adapters of model {name!r} are {_otherwise(changes)}. Give get_peft_model the config of the "
+                    "checkpoint. To take the weights under another one on purpose, export them (dream-trainer "
+                    f'checkpoints export {path} adapters) and begin a run with load_adapters(model, "adapters", '
                     f"may_differ={sorted(changes)}) in load_pretrained."
                 )
 
@@ -256,9 +255,8 @@ def refuse_other_config(path: Path, adapters: Adapters, may_differ: Collection[s
     refused = {name: change for name, change in changes.items() if name not in may_differ}
     if refused:
         raise CheckpointError(
-            f"they are configured otherwise than the model's, so that the same weights would be another function: "
-            f"{_listed(refused)}. Give get_peft_model the config in {file}, or take the weights under the new one on "
-            f"purpose, by may_differ={sorted(refused)}."
+            f"they are {_otherwise(refused)}. Give get_peft_model the config in {file}, or take the weights under the "
+            f"new one on purpose, by may_differ={sorted(refused)}."
         )
 
 
@@ -298,5 +296,6 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any], *, same_places: 
     }
 
 
-def _listed(changes: Changes) -> str:
-    return ", ".join(f"{name} was {before!r} and is {now!r}" for name, (before, now) in changes.items())
+def _otherwise(changes: Changes) -> str:
+    listed = ", ".join(f"{name} was {before!r} and is {now!r}" for name, (before, now) in changes.items())
+    return f"configured otherwise, so that the same weights would be another function: {listed}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import json
-import math
 import re
 import tempfile
 from collections.abc import Callable, Mapping
@@ -230,15 +229,12 @@ def max_difference(a: Tensor, b: Tensor) -> float | None:
     if a.numel() == 0 or torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
         return None
     kind = torch.complex128 if a.is_complex() else torch.float64
-    worst = 0.0
+    largest = []
     for x, y in zip(a.split(_CHUNK), b.split(_CHUNK), strict=True):
         x, y = x.to(kind), y.to(kind)
         same = (x == y) | (x.isnan() & y.isnan())
-        largest = float(torch.where(same, 0.0, (x - y).abs()).max())
-        if math.isnan(largest):
-            return math.nan
-        worst = max(worst, largest)
-    return worst
+        largest.append(torch.where(same, 0.0, (x - y).abs()).max())
+    return float(torch.stack(largest).max())
 
 
 def _sources(stored: StoredTensors, model: str, weights: str) -> dict[str, str]:

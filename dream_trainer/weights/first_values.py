@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dream_trainer.compat.peft import adapted_weights, base_names, peft_model
 from dream_trainer.compat.pytorch import is_dtensor, local_tensor
 from dream_trainer.meta.realize import Plan, fill, plain_name
-from dream_trainer.meta.tape import CASTS, RecordedCalls, Ref, name_of
+from dream_trainer.meta.tape import CASTS, Ref, Tape, name_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Derived:
     """How a tensor got its first values."""
 
     ref: Ref
-    history: RecordedCalls
+    tape: Tape
     sources: Mapping[str, tuple[Ref, ...]]
     """The names of the tensors that it was computed from, with what was read of each: it, or it before a cast."""
 
@@ -34,58 +34,57 @@ class Derived:
             values = (source.full_tensor() if is_dtensor(source) else source).detach().cpu()
             for ref in refs:
                 if ref.storage not in given:
-                    given[ref.storage] = torch.UntypedStorage(self.history.storages[ref.storage].meta.nbytes())
+                    given[ref.storage] = torch.UntypedStorage(self.tape.storages[ref.storage].meta.nbytes())
                 ref.view(given[ref.storage]).copy_(values)
-        return self.ref.view(self.history.replay(self.ref, given)[0])
+        return self.ref.view(self.tape.replay(self.ref, given)[0])
 
 
-def _derivations(refs: Mapping[str, Ref], sources: Collection[str], history: RecordedCalls) -> dict[str, Derived]:
+def _derivations(refs: Mapping[str, Ref], sources: Collection[str], tape: Tape) -> dict[str, Derived]:
     """How each tensor that is not of `sources` got its first values, if it was computed from those of `sources`."""
     readable: dict[int, list[tuple[str, Ref]]] = {}
     for name in sources:
-        for ref in _before_casts(refs[name], history):
+        for ref in _before_casts(refs[name], tape):
             readable.setdefault(ref.storage, []).append((name, ref))
     found = {}
     for name in [name for name in refs if name not in sources]:  # in the order of all ranks
         read: dict[str, tuple[Ref, ...]] = {}
-        for number in history.calls_behind(refs[name].storage):
-            for source, part in (pair for storage in history.ops[number].reads for pair in readable.get(storage, ())):
+        for number in tape.calls_behind(refs[name].storage):
+            for source, part in (pair for storage in tape.ops[number].reads for pair in readable.get(storage, ())):
                 if part not in read.get(source, ()):
                     read[source] = (*read.get(source, ()), part)
         if read:
-            found[name] = Derived(refs[name], history, read)
+            found[name] = Derived(refs[name], tape, read)
     return found
 
 
-def _is_changed_since(ref: Ref, first: int, history: RecordedCalls) -> bool:
+def _is_changed_since(ref: Ref, first: int, tape: Tape) -> bool:
     """Whether a tensor was recomputed from its values before call number `first`, and not only cast."""
-    numbers = history.calls_behind(_before_casts(ref, history)[-1].storage)
+    numbers = tape.calls_behind(_before_casts(ref, tape)[-1].storage)
     return numbers[0] < first <= numbers[-1]
 
 
-def _asked(refs: Mapping[str, Ref], history: RecordedCalls) -> str:
+def _asked(refs: Mapping[str, Ref], tape: Tape) -> str:
     """The name of a tensor whose values, or values computed from them, were seen by code; "" if there is none."""
     seen: dict[int, int] = {}
-    for storage, number in history.asked.items():
+    for storage, number in tape.asked.items():
         seen[storage] = max(number, seen.get(storage, -1))
-        for read in (read for call in history.calls_behind(storage) for read in history.ops[call].reads):
+        for read in (read for call in tape.calls_behind(storage) for read in tape.ops[call].reads):
             seen[read] = max(number, seen.get(read, -1))
     for name, ref in refs.items():
-        chain = _before_casts(ref, history)
-        if any(seen.get(part.storage, -1) >= history.storages[part.storage].writers[-1] for part in chain):
+        chain = _before_casts(ref, tape)
+        if any(seen.get(part.storage, -1) >= tape.storages[part.storage].writers[-1] for part in chain):
             return name
     return ""
 
 
-def _before_casts(ref: Ref, history: RecordedCalls) -> list[Ref]:
+def _before_casts(ref: Ref, tape: Tape) -> list[Ref]:
     """`ref`, the tensor it was cast from, and so on."""
     chain = [ref]
     while True:
-        writers = history.storages[chain[-1].storage].writers
-        op = history.ops[writers[0]]
-        if len(writers) > 1 or name_of(op.func) not in CASTS or len(op.reads) != 1 or not isinstance(op.args[0], Ref):
-            return chain
-        if op.args[0].size != ref.size:
+        writers = tape.storages[chain[-1].storage].writers
+        op = tape.ops[writers[0]]
+        is_cast = len(writers) == 1 and name_of(op.func) in CASTS and len(op.reads) == 1
+        if not is_cast or not isinstance(op.args[0], Ref) or op.args[0].size != ref.size:
             return chain
         chain.append(op.args[0])
 
@@ -112,14 +111,14 @@ def remember_first_values(models: Mapping[str, nn.Module], plan: Plan) -> None:
         names = [*model.state_dict(keep_vars=True), *(name for name, _ in model.named_buffers())]
         base = set(base_names(wrapped, names).values())
         refs = {own: note.ref for own in names if (note := plan.by_name.get(plain_name(f"{name}.{own}"))) is not None}
-        history, adapted = plan.tape.history, adapted_weights(wrapped)
-        written = [history.storages[ref.storage].writers[0] for own, ref in refs.items() if own not in base]
+        tape, adapted = plan.tape, adapted_weights(wrapped)
+        written = [tape.storages[ref.storage].writers[0] for own, ref in refs.items() if own not in base]
         if not written or any(own not in refs for own in adapted):
             continue
         first = min(written)
-        touched = next((own for own in adapted if _is_changed_since(refs[own], first, history)), "")
-        touched = touched or _asked({own: refs[own] for own in adapted}, history)
-        _of_models.append((model, FirstValues(_derivations(refs, base & refs.keys(), history), touched)))
+        touched = next((own for own in adapted if _is_changed_since(refs[own], first, tape)), "")
+        touched = touched or _asked({own: refs[own] for own in adapted}, tape)
+        _of_models.append((model, FirstValues(_derivations(refs, base & refs.keys(), tape), touched)))
 
 
 def first_values_of(model: nn.Module) -> FirstValues:
@@ -142,7 +141,7 @@ def begin_again(model: nn.Module, derived: Mapping[str, Derived]) -> None:
 def frozen_draws(models: Mapping[str, nn.Module], plan: Plan) -> dict[str, Tensor]:
     """Some values of each frozen parameter whose recorded initialisation draws them, once it is real."""
     noted = {name: one for name, one in _parameters(models) if name in plan.by_name and not one.requires_grad}
-    is_drawn = plan.tape.history.is_drawn
+    is_drawn = plan.tape.is_drawn
     return {name: _some_of(one) for name, one in noted.items() if is_drawn(plan.by_name[name].ref)}
 
 

@@ -15,10 +15,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dream_trainer.checkpoint.blocks import Box, WeightFiles, blaming, inside, load_pickle
-from dream_trainer.checkpoint.files import NewFile, named_step, step_directories, sync_directory, write_file
+from dream_trainer.checkpoint.blocks import Box, WeightFiles, inside, load_pickle
+from dream_trainer.checkpoint.files import (
+    NewFile,
+    blaming,
+    named_step,
+    publish,
+    remove_tree,
+    step_directories,
+    sync_directory,
+    write_file,
+)
 from dream_trainer.checkpoint.manifest import MANIFEST_NAME
 from dream_trainer.checkpoint.run_directory import LOCK_NAME
 from dream_trainer.checkpoint.store import read_shared
@@ -37,12 +46,14 @@ _STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model")
 def open_weights(path: Path, model_name: str | None) -> WeightFiles:
     if path.is_dir():
         return _open_directory(path, model_name)
+    return _open_index(path) if path.name.endswith(".index.json") and path.exists() else _open_file(path)
+
+
+def _open_file(path: Path) -> WeightFiles:
     if not path.exists():
         raise CheckpointError(
             f"{path} does not exist. Give a path on this machine (a name on a hub is not downloaded): {UNDERSTOOD}."
         )
-    if path.name.endswith(".index.json"):
-        return _open_index(path)
     if path.suffix == ".safetensors":
         return _safetensors(path)
     if path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
@@ -80,13 +91,15 @@ def _open_dcp(path: Path, model_name: str | None) -> WeightFiles:
         manifest, metadata = read_metadata(path)
         tensors = metadata.state_dict_metadata
         chosen = choose_model(model_names(tensors, read_shared(path)), model_name, of=path)
-        return DcpTensors(path, metadata, manifest, below(tensors, f"models.{chosen}.")).as_files()
-    file = path / ".metadata"
-    with blaming(file):
-        metadata = parse_metadata(file.read_bytes(), file, has_others=True)
-    records = metadata.state_dict_metadata
-    names = {name: name for name, record in records.items() if isinstance(record, TensorStorageMetadata)}
-    return DcpTensors(path, metadata, None, names).as_files()
+        files = DcpTensors(path, metadata, manifest, below(tensors, f"models.{chosen}."))
+    else:
+        file = path / ".metadata"
+        with blaming(file):
+            metadata = parse_metadata(file.read_bytes(), file, has_others=True)
+        records = metadata.state_dict_metadata
+        names = {name: name for name, record in records.items() if isinstance(record, TensorStorageMetadata)}
+        files = DcpTensors(path, metadata, None, names)
+    return WeightFiles(files.shapes, files.read, files.checksums)
 
 
 def model_names(tensors: Collection[str], shared: Mapping[str, Any]) -> list[str]:
@@ -113,10 +126,7 @@ def _open_index(path: Path) -> WeightFiles:
     with blaming(path):
         weight_map: dict[str, str] = json.loads(path.read_bytes())["weight_map"]
         file_of_name = {name: inside(path, file) for name, file in weight_map.items()}
-    for name, file in file_of_name.items():
-        if file.name.endswith(".index.json"):  # it might name itself, and never end
-            raise DamagedCheckpointError(f"{path} says that {name!r} is in {file.name}, which is an index itself.")
-    opened = {file: open_weights(file, None) for file in sorted(set(file_of_name.values()))}
+    opened = {file: _open_file(file) for file in sorted(set(file_of_name.values()))}
     for name, file in file_of_name.items():
         if name not in opened[file].shapes:
             raise DamagedCheckpointError(f"{path} says that {name!r} is in {file.name}, which does not contain it.")
@@ -141,16 +151,11 @@ def _safetensors(path: Path) -> WeightFiles:
 
 def _torch_file(path: Path) -> WeightFiles:
     """One file of `torch.save`, mapped into memory: a state dict, or a dict with one inside."""
-    tensors = _state_dict(load_pickle(path, path, mmap=True), path)
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return WeightFiles(shapes, lambda name, box: tensors[name][box])
-
-
-def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
+    content = load_pickle(path, path, mmap=True)
     state: Mapping[Any, Any] = content if isinstance(content, Mapping) else {}
     while inner := [state[key] for key in _STATE_DICT_KEYS if isinstance(state.get(key), Mapping)]:
         state = inner[0]
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    tensors = {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
     if not tensors:
         what = f"a dict with {list(state)[:20]}" if isinstance(content, Mapping) else type(content).__name__
         raise CheckpointError(
@@ -158,12 +163,13 @@ def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
             "Only save the state dict."
         )
     for name, value in tensors.items():
-        if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_quantized:
+        if type(value) is not Tensor or value.layout is not torch.strided or value.is_quantized:
             raise CheckpointError(
                 f"{name} in {path} is of type {type(value).__name__} and layout {value.layout}, which cannot be read "
                 "in blocks. Save plain dense tensors; sharded ones with torch.distributed.checkpoint."
             )
-    return {name: value.detach() for name, value in tensors.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return WeightFiles(shapes, lambda name, box: tensors[name][box])
 
 
 def _shards(files: list[tuple[str, WeightFiles]]) -> WeightFiles:
@@ -360,24 +366,18 @@ def write_files(
         for name, document in documents.items():
             text = json.dumps(document, indent=2, ensure_ascii=False, default=_plain)
             write_file(temporary / name, f"{text}\n".encode())
-        sync_directory(temporary)
         if _is_one_file(out):
             (temporary / out.name).replace(out)
+            sync_directory(out.parent)
         else:
             for file in out.iterdir() if out.exists() else ():  # other files there, such as a tokenizer
                 if not _OWN_NAME.fullmatch(file.name) and not (temporary / file.name).exists():
                     shutil.copy2(file, temporary / file.name, follow_symlinks=False)
-            if out.exists():  # removed only after the finished export has its name
-                out.rename(aside := out.with_name(f".{out.name}.tmp-{secrets.token_hex(8)}"))
-                temporary.rename(out)
-                shutil.rmtree(aside, ignore_errors=True)
-            else:
-                temporary.rename(out)
-        sync_directory(out.parent)
+            publish(temporary, out, remove=remove_tree)
     except OSError as error:
         raise CheckpointError(f"Could not export to {out}: {error}.") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove_tree(temporary)
     return [out] if _is_one_file(out) else [out / name for name in (*plan, *documents)]
 
 

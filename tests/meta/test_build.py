@@ -160,7 +160,7 @@ def test_gradients_during_the_build_are_refused() -> None:
 
 def test_replay_costs_what_one_tensor_depends_on() -> None:
     model, plan = planned(lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(200))))
-    history = plan.tape.history
-    runs = [len(history.calls_behind(history.ref(p).storage)) for p in model.parameters()]
+    tape = plan.tape
+    runs = [len(tape.calls_behind(tape.ref(p).storage)) for p in model.parameters()]
     assert max(runs) <= 2
-    assert len(history.ops) >= 400
+    assert len(tape.ops) >= 400

@@ -128,7 +128,7 @@ def test_a_directory_of_peft_is_compared_too(here: str) -> None:
     with pytest.raises(CheckpointError) as refused:
         start_from("theirs", [], lora_alpha=16, lora_dropout=0.5)
     assert str(refused.value) == (
-        "Could not load adapters from theirs: they are configured otherwise than the model's, so that the same weights "
+        "Could not load adapters from theirs: they are configured otherwise, so that the same weights "
         "would be another function: lora_alpha was 8 and is 16. Give get_peft_model the config in "
         "theirs/adapter_config.json, or take the weights under the new one on purpose, by may_differ=['lora_alpha']."
     )

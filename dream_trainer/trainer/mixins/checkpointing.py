@@ -26,7 +26,7 @@ from dream_trainer.checkpoint.manifest import (
     list_checkpoints,
     verify_checkpoint,
 )
-from dream_trainer.checkpoint.model_state import FrozenWeights, ModelForm, model_configs
+from dream_trainer.checkpoint.model_state import ModelForm, frozen_digests, model_configs
 from dream_trainer.checkpoint.run_directory import linked_checkpoints
 from dream_trainer.checkpoint.saver import HostCopies, Moment, Saver
 from dream_trainer.checkpoint.saving import HostSaves
@@ -256,7 +256,7 @@ class CheckpointMixin(AbstractTrainer):
         elsewhere = self._elsewhere()
         beside = self.world.beside()
         self.__form = ModelForm()
-        frozen = None if parameters.save_frozen else FrozenWeights(self.named_models(), self.world)
+        frozen = None if parameters.save_frozen else frozen_digests(self.named_models(), self.world)
         best, best_metric = self._runtime.best, parameters.best_metric
         saver = self._runtime.saver = Saver(
             parameters,
