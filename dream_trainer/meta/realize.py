@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,21 @@ from dream_trainer.errors import InitError
 from dream_trainer.meta.tape import Ref, Tape
 
 
+@runtime_checkable
+class HasInitWeights(Protocol):
+    def init_weights(self) -> None: ...
+
+
+@runtime_checkable
+class HasResetParameters(Protocol):
+    def reset_parameters(self) -> None: ...
+
+
+@runtime_checkable
+class HasPostInit(Protocol):  # a model of transformers: its constructor ends with `post_init()`
+    def post_init(self) -> None: ...
+
+
 def default_init(model: nn.Module, tape: Tape) -> None:
     """Initialises parameters left by the constructor of `model`, built by this tape or on meta before it."""
     children_first = [*reversed(list(model.modules()))]
@@ -48,21 +63,20 @@ def default_init(model: nn.Module, tape: Tape) -> None:
                 continue
             if isinstance(module, (nn.MultiheadAttention, nn.Transformer)):
                 reset_attention_parameters(module)
-            elif callable(reset_parameters := getattr(module, "reset_parameters", None)):
-                reset_parameters()
+            elif isinstance(module, HasResetParameters):
+                module.reset_parameters()
         for module in children_first:
-            init_weights = getattr(module, "init_weights", None)
-            if callable(init_weights) and not _has_had_it(module, init_weights, tape):
-                init_weights()
+            if isinstance(module, HasInitWeights) and not _has_had_it(module, tape):
+                module.init_weights()
 
 
-def _has_had_it(module: nn.Module, init_weights: Callable[..., object], tape: Tape) -> bool:
+def _has_had_it(module: HasInitWeights, tape: Tape) -> bool:
     """Whether `init_weights` must not be called: its work is done, or it cannot be called."""
-    # A model of transformers ends its constructor with `post_init()`.
-    if hasattr(module, "post_init") or module in tape.initialised:
+    assert isinstance(module, nn.Module)
+    if isinstance(module, HasPostInit) or module in tape.initialised:
         return True
     # Inner modules often take arguments here (`init_weights(std)`), and are called by their parent.
-    arguments = inspect.signature(init_weights).parameters.values()
+    arguments = inspect.signature(module.init_weights).parameters.values()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     if any(p.default is p.empty and p.kind not in variadic for p in arguments):
         return True
