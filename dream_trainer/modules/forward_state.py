@@ -18,21 +18,35 @@ from dream_trainer.errors import HookError
 
 class ForwardState:
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        self._contents: list[tuple[Any, Any]] = []  # each container with its content
-        for module in dict.fromkeys(module for model in models for module in model.modules()):
-            own = module._buffers if isinstance(module._buffers, dict) else None  # as of a torch.jit.ScriptModule
-            for values in (vars(module), dict(module.named_buffers(recurse=False)) if own is None else own):
-                content = content_of(values)
-                inside = containers_in(tuple(content.values()))
-                self._contents += [(values, content), *((container, content_of(container)) for container in inside)]
-        tensors = {id(tensor): tensor for _, content in self._contents for tensor in tensors_in(content)}
-        self._values = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
+        self._contents, tensors = noted(dict.fromkeys(module for model in models for module in model.modules()))
+        unique = {id(tensor): tensor for _, tensor in tensors}
+        self._values = [(tensor, tensor.detach().clone()) for tensor in unique.values()]
 
     @torch.no_grad()
     def put_back(self) -> None:
         for tensor, value in self._values:
             tensor.detach().copy_(value)
         put_back(self._contents)
+
+
+Key = tuple[int, str]  # the place of a module among others, and the name of an attribute or a buffer
+
+
+def noted(modules: Iterable[nn.Module]) -> tuple[list[tuple[Any, Any]], list[tuple[Key, Tensor]]]:
+    """The containers that forwards of `modules` may change, each with its content, and the tensors in them by place."""
+    contents: list[tuple[Any, Any]] = []
+    tensors: list[tuple[Key, Tensor]] = []
+    for index, module in enumerate(modules):
+        own = module._buffers if isinstance(module._buffers, dict) else None  # as of a torch.jit.ScriptModule
+        buffers: Any = dict(module.named_buffers(recurse=False)) if own is None else own
+        for attributes in filter(None, (vars(module), buffers)):
+            content = content_of(attributes)
+            contents.append((attributes, content))
+            for name, value in content.items():
+                if isinstance(value, Tensor | list | dict | tuple | set | deque):
+                    contents += [(container, content_of(container)) for container in containers_in(value)]
+                    tensors += [((index, name), tensor) for tensor in tensors_in(value)]
+    return contents, tensors
 
 
 # Internals of `nn.Module`, including parameters, which a second run uses as they are then.
