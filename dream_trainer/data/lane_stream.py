@@ -332,12 +332,8 @@ class LaneStream(TrainStream):
 
     def seek(self, position: DataPosition, rank_state: SavedState, *, is_pass_over: bool, state: SavedState) -> None:
         self._begin(position.epoch + is_pass_over)
-        steps, rest = divmod(position.samples, self._plan.global_batch)
         if is_pass_over or not position.samples:
             return
-        if rest:
-            done, size = position.samples, self._plan.global_batch
-            raise DataError(f"The run resumes after {done} samples, no multiple of the global batch of {size}.")
         saved: dict[str, Any] = {"stream": {}, "lanes": {}} | (rank_state or {})
         former, states = saved["stream"], saved["lanes"]
         differing = [
@@ -350,6 +346,7 @@ class LaneStream(TrainStream):
                 f"The run resumes in the middle of a stream that has changed ({'; '.join(differing)}). Give it the "
                 "source and options it had, or start another experiment."
             )
+        steps = -(-position.samples // self._plan.global_batch)
         # Lanes that this rank reads, and that were read before.
         lanes = [lane for chain in self._chains for lane in chain if self._plan.consumed(lane, steps)]
         missing = [lane for lane in lanes if str(lane) not in states]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -140,11 +140,8 @@ class RankBatchSampler(Sampler[BatchKey]):
         self.sharding = sharding
         self.seed = seed
         self.shuffle = shuffle
-        self._next_pass = (0, 0, length)
-
-    def start(self, epoch: int, first: int, end: int) -> None:
-        """Sets what the next iterator yields: positions `first` to `end` (exclusive) of `epoch`'s order."""
-        self._next_pass = (epoch, first, end)
+        # What the next iterator yields: the positions from the second to the third (exclusive) of an epoch's order.
+        self.next_pass = (0, 0, length)
 
     def indices(self, epoch: int, first: int, end: int) -> list[list[int]]:
         """This rank's batches of those positions; does not change the next iterator."""
@@ -152,7 +149,7 @@ class RankBatchSampler(Sampler[BatchKey]):
 
     def __iter__(self) -> Iterator[BatchKey]:
         # Not a generator itself: the pass is the one that is set now, not when the first batch is drawn.
-        return self._batches(*self._next_pass)
+        return self._batches(*self.next_pass)
 
     def _batches(self, epoch: int, first: int, end: int) -> Iterator[BatchKey]:
         sharding = self.sharding
@@ -189,11 +186,6 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
 # -- Random draws made while loading data, seeded again for each sample from (seed, epoch, index).
 
 
-@runtime_checkable
-class BatchedDataset(Protocol):
-    def __getitems__(self, indices: list[int], /) -> Any: ...
-
-
 def draws_nothing(dataset: object) -> bool:
     """Whether loading from `dataset` is known to make no random draw."""
     if type(dataset) is Subset:
@@ -209,7 +201,7 @@ def collates_without_draws(collate_fn: object) -> bool:
 
 def loads_batches(dataset: object) -> bool:
     """Whether `dataset` has its own `__getitems__`; `Subset`'s only loops if what it wraps has none."""
-    return loads_batches(dataset.dataset) if type(dataset) is Subset else isinstance(dataset, BatchedDataset)
+    return loads_batches(dataset.dataset) if type(dataset) is Subset else hasattr(dataset, "__getitems__")
 
 
 class KeyedDataset(Dataset[Any]):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dream_trainer.checks import check_count, refuse
-from dream_trainer.data.sample_count import IGNORED as IGNORED
+from dream_trainer.data.sample_count import IGNORED
 from dream_trainer.data.sampler import ENDLESS, OrderedDataset, random_order
 from dream_trainer.distributed.seeds import hash_seed
 from dream_trainer.errors import DataError

@@ -145,14 +145,12 @@ def _refuse_unfinished(directory: Path) -> None:
 def _open_shard(path: Path) -> _Shard:
     refuse(not path.exists(), f"there is no token file {path}.", DataError)
     described = path.with_suffix(".json")
-    if not described.exists():
-        raise DataError(
-            f"{path} has no header {described.name} next to it, so its format is unknown. `dream-trainer data "
-            "tokenize` or a TokenFileWriter writes both."
-        )
     header = _header(described)
     if header is None:
-        raise DataError(f"{described} is no header of token files: its format is not {FORMAT!r}.")
+        raise DataError(
+            f"{path} has no header in {described.name} next to it, so its format is unknown. `dream-trainer data "
+            "tokenize` or a TokenFileWriter writes both."
+        )
     if header["version"] != VERSION:
         raise DataError(f"{described} is of version {header['version']}, and this program reads version {VERSION}.")
     dtype, num_tokens = np.dtype(header["dtype"]).newbyteorder("<"), header["tokens"]
@@ -174,10 +172,10 @@ def _open_shard(path: Path) -> _Shard:
 
 
 def _header(path: Path) -> dict[str, Any] | None:
-    """Header of a token file; None for other files."""
+    """Header of a token file; None if there is none."""
     try:
         header = json.loads(path.read_text())
-    except ValueError:
+    except (FileNotFoundError, ValueError):
         return None
     return header if isinstance(header, dict) and header.get("format") == FORMAT else None
 
