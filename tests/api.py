@@ -58,7 +58,7 @@ _NAMES = {
     "dream_trainer.config.device_parameters": "DeviceParameters MeshShape resolve_mesh",
     "dream_trainer.config.logger_parameters": ("LoggerParameters MLflowParameters TrackioParameters WandbParameters"),
     "dream_trainer.data": "AlternatingLoaders LoaderGroup",
-    "dream_trainer.data.feed": "WindowFeed copy_stream on_device",
+    "dream_trainer.data.feed": "WindowFeed on_device",
     "dream_trainer.data.foreign": "SeededPass draws_at_start_only",
     "dream_trainer.data.loader": "DistributedDataLoader PerRankLoader loader_batch_size rebuild",
     "dream_trainer.data.loader_groups": "turns",

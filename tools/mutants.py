@@ -889,9 +889,9 @@ MUTANTS = [
     ),
     Mutant(
         "padding batches counted by metrics",
-        "dream_trainer/modules/metrics.py",
-        "as_before(*self.also_private().values())",
-        "as_before()",
+        "dream_trainer/trainer/validation.py",
+        "ForwardState(metrics.values())",
+        "ForwardState(())",
         "tests/trainer/test_evaluation.py",
     ),
     Mutant(
@@ -2004,8 +2004,8 @@ MUTANTS = [
     Mutant(
         "each epoch of a source has the same order",
         "dream_trainer/data/mixture.py",
-        "keys = scrambled(base + scrambled(epochs.reshape(-1)",
-        "keys = scrambled(base + scrambled(0 * epochs.reshape(-1)",
+        "keys = scrambled(base + scrambled(epochs.astype",
+        "keys = scrambled(base + scrambled((0 * epochs).astype",
         "tests/data/test_permutation.py tests/data/test_mixture.py",
     ),
     Mutant(

@@ -143,15 +143,13 @@ class RankBatchSampler(Sampler[BatchKey]):
         # What the next iterator yields: the positions from the second to the third (exclusive) of an epoch's order.
         self.next_pass = (0, 0, length)
 
-    def indices(self, epoch: int, first: int, end: int) -> list[list[int]]:
-        """This rank's batches of those positions; does not change the next iterator."""
-        return [indices for _, indices in self._batches(epoch, first, end)]
-
     def __iter__(self) -> Iterator[BatchKey]:
         # Not a generator itself: the pass is the one that is set now, not when the first batch is drawn.
-        return self._batches(*self.next_pass)
+        epoch, first, end = self.next_pass
+        return ((epoch, indices) for indices in self.indices(epoch, first, end))
 
-    def _batches(self, epoch: int, first: int, end: int) -> Iterator[BatchKey]:
+    def indices(self, epoch: int, first: int, end: int) -> Iterator[list[int]]:
+        """This rank's batches of those positions; does not change the next iterator."""
         sharding = self.sharding
         num_full, last_chunk = divmod(end - first, sharding.chunk_size)
         last = first + num_full * sharding.chunk_size
@@ -161,7 +159,7 @@ class RankBatchSampler(Sampler[BatchKey]):
         order = epoch_order(self.seed, epoch, self.length).numpy() if self.shuffle else None
         for begin, stop in chain(((start, start + sharding.batch_size) for start in starts), own):
             # An order that is not shuffled may be endless.
-            yield epoch, list(range(begin, stop)) if order is None else order[begin:stop].tolist()
+            yield list(range(begin, stop)) if order is None else order[begin:stop].tolist()
 
 
 # the epoch that validation samples are seeded with: the same augmentation each time, and none that training has

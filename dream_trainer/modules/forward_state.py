@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,11 +16,16 @@ from dream_trainer.compat.pytorch import has_hooks
 from dream_trainer.errors import HookError
 
 
-class ForwardState:
+class ForwardState(AbstractContextManager[None]):
+    """As a context it undoes the changes of forwards inside at its end."""
+
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self._contents, tensors = noted(dict.fromkeys(module for model in models for module in model.modules()))
         unique = {id(tensor): tensor for _, tensor in tensors}
         self._values = [(tensor, tensor.detach().clone()) for tensor in unique.values()]
+
+    def __exit__(self, *raised: object) -> None:
+        self.put_back()
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -117,16 +122,6 @@ def in_evaluation(models: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-@contextmanager
-def as_before(*models: nn.Module) -> Iterator[None]:
-    """Undoes at the end the changes of forwards inside."""
-    state = ForwardState(models)
-    try:
-        yield
-    finally:
-        state.put_back()
 
 
 # -- Users' attributes of parameters and hooks on gradients, if a model is cut over ranks: the new parameters get the

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import HookError
-from dream_trainer.modules.forward_state import as_before
 
 
 def is_metric(value: Any) -> bool:
@@ -109,7 +108,6 @@ class ValidationMetrics:
     """
 
     metrics: Callable[[], dict[str, Any]]
-    also_private: Callable[[], dict[str, Any]]
     world: Ranks
     say_once: Callable[[str, str], None]
 
@@ -147,10 +145,6 @@ class ValidationMetrics:
         for name, metric in self.metrics().items():
             if name not in self._of_training:
                 metric.reset()
-
-    def padding(self) -> AbstractContextManager[None]:
-        """A padding batch counts for nothing: metrics are as before at the end."""
-        return as_before(*self.also_private().values())
 
     def values(self) -> list[tuple[str, float]]:
         """Values of the metrics over all ranks since `start_loader`, with their names; a collective."""

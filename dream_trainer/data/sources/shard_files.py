@@ -111,10 +111,8 @@ class ParquetRows(ShardFiles):
             raise DataError(f"{path} is not a whole Parquet file: {error}") from error
         missing = set(self.columns or ()) - set(metadata.schema.to_arrow_schema().names)
         refuse(missing, f"{path} has no columns {sorted(missing)}.", DataError)
-        ends = np.cumsum(
-            [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)], dtype=np.int64
-        )
-        return metadata.num_rows, ends
+        rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        return metadata.num_rows, np.cumsum(rows, dtype=np.int64)
 
     def _read(self, shard: int, number: int) -> Any:
         group, row = located(self._places[shard], number, "row")

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from multiprocessing import get_context
 from pathlib import Path
 from types import TracebackType
@@ -61,7 +62,6 @@ class TokenFile:
         self._ends = np.cumsum([shard.num_documents for shard in self._shards])
         self.vocabulary_size = max(shard.vocabulary_size for shard in self._shards)
         self._maps: dict[int, tuple[Tokens, npt.NDArray[np.int64]]] = {}
-        self._lengths: npt.NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -71,12 +71,10 @@ class TokenFile:
         tokens, starts = self._mapped(shard)
         return np.array(tokens[starts[document] : starts[document + 1]])
 
-    @property
+    @cached_property
     def lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of each document."""
-        if self._lengths is None:
-            self._lengths = np.concatenate([np.diff(self._mapped(shard)[1]) for shard in range(len(self._shards))])
-        return self._lengths
+        return np.concatenate([np.diff(self._mapped(shard)[1]) for shard in range(len(self._shards))])
 
     @property
     def num_tokens(self) -> int:
@@ -115,10 +113,7 @@ def _find_shards(path: Path) -> list[_Shard]:
     if path.is_dir():
         _refuse_unfinished(path)
         files = sorted(file.with_suffix(".bin") for file in path.glob("*.json") if _header(file))
-        if not files:
-            below = sorted({str(file.parent.relative_to(path)) for file in path.glob("*/**/*.index.npy")})
-            told = f" itself; there are some in {', '.join(below[:5])}: name one of those" if below else ""
-            raise DataError(f"{path} has no token files{told}. `dream-trainer data tokenize` writes them.")
+        refuse(not files, f"{path} has no token files. `dream-trainer data tokenize` writes them.", DataError)
     else:
         files = [path]
     shards = [_open_shard(file) for file in files]
@@ -327,7 +322,6 @@ def open_tokenizer(name: str, end: str | None) -> tuple[Encode, int]:
     if name.endswith(".json"):
         from tokenizers import Tokenizer as FastTokenizer
 
-        refuse(not Path(name).exists(), f"there is no tokenizer {name}.", DataError)
         try:
             fast = FastTokenizer.from_file(name)
         except Exception as error:  # which has no specific class
