@@ -427,7 +427,9 @@ class AbstractTrainer(MixinHooks):
     def _wrap_step(self, step: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         step = super()._wrap_step(step)
         context: Any = autocast(self.config.device_parameters, self.world.device)
-        return step if isinstance(context, nullcontext) else context(step)
+        if not isinstance(context, nullcontext):
+            step = context(step)
+        return step
 
 
 @dataclass(slots=True, eq=False)
