@@ -1927,7 +1927,7 @@ MUTANTS = [
     Mutant(
         "a window that runs again counts twice in metrics",
         "dream_trainer/trainer/base.py",
-        "                    one.put_back()\n",
+        "                    moved.put_back()\n",
         "                    pass\n",
         "tests/trainer/test_nonfinite.py -k counts_once",
     ),
