@@ -58,7 +58,7 @@ _NAMES = {
     "dream_trainer.config.device_parameters": "DeviceParameters MeshShape resolve_mesh",
     "dream_trainer.config.logger_parameters": ("LoggerParameters MLflowParameters TrackioParameters WandbParameters"),
     "dream_trainer.data": "AlternatingLoaders LoaderGroup",
-    "dream_trainer.data.feed": "WindowFeed copy_stream on_device",
+    "dream_trainer.data.feed": "WindowFeed on_device",
     "dream_trainer.data.foreign": "SeededPass draws_at_start_only",
     "dream_trainer.data.loader": "DistributedDataLoader PerRankLoader loader_batch_size rebuild",
     "dream_trainer.data.loader_groups": "turns",
@@ -67,10 +67,8 @@ _NAMES = {
         "ENDLESS OrderedDataset BatchKey KeyedDataset RankBatchSampler Sharding draws_nothing epoch_order sample_seed"
     ),
     "dream_trainer.data.packing.attention_mask": "PackedSegments handlers packed_attention packed_attention_mask",
-    "dream_trainer.data.packing.packed_rows": (
-        "IGNORED PADDING PackedRows PaddedRows Row pack_best_fit pack_concatenated"
-    ),
-    "dream_trainer.data.sample_count": "SampleCount count_tokens",
+    "dream_trainer.data.packing.packed_rows": ("PADDING PackedRows PaddedRows Row pack_best_fit pack_concatenated"),
+    "dream_trainer.data.sample_count": "IGNORED SampleCount count_tokens",
     "dream_trainer.data.sources.shard_files": "JsonLines ParquetRows ShardFiles TarSamples WithLengths measure_lengths",
     "dream_trainer.data.sources.stream_sources": "IterableShards WebDatasetShards",
     "dream_trainer.data.sources.token_file": "TokenFile TokenFileWriter",

@@ -173,17 +173,10 @@ MUTANTS = [
         "tests/trainer/test_evaluation.py -k reset_in_each",
     ),
     Mutant(
-        "metrics are copied with their process groups",
-        "dream_trainer/modules/metrics.py",
-        "{id(group): group for group in groups if group is not None}",
-        "{}",
-        "tests/trainer/test_whole_trainers.py",
-    ),
-    Mutant(
         "a window that runs again leaves metrics as the first run did",
         "dream_trainer/trainer/base.py",
-        "            moved = [ForwardState(models), MetricStates(list(metrics))]\n",
-        "            moved = [ForwardState(models)]\n",
+        "*runtime.registry.models().values(), *runtime.registry.metrics().values()",
+        "*runtime.registry.models().values()",
         "tests/trainer/test_nonfinite.py -k counts_once",
     ),
     Mutant(
@@ -763,7 +756,7 @@ MUTANTS = [
     ),
     Mutant(
         "a scheduler's signal kills the workers of foreign loaders",
-        "dream_trainer/data/foreign.py",
+        "dream_trainer/data/worker_start.py",
         'options["worker_init_fn"] = partial(begin_worker, loader.worker_init_fn)',
         "pass",
         "tests/faults/test_foreign_workers.py",
@@ -896,9 +889,9 @@ MUTANTS = [
     ),
     Mutant(
         "padding batches counted by metrics",
-        "dream_trainer/modules/metrics.py",
-        "            states.put_back()\n",
-        "            pass\n",
+        "dream_trainer/trainer/validation.py",
+        "ForwardState(metrics.values())",
+        "ForwardState(())",
         "tests/trainer/test_evaluation.py",
     ),
     Mutant(
@@ -1927,7 +1920,7 @@ MUTANTS = [
     Mutant(
         "a window that runs again counts twice in metrics",
         "dream_trainer/trainer/base.py",
-        "                    one.put_back()\n",
+        "                    moved.put_back()\n",
         "                    pass\n",
         "tests/trainer/test_nonfinite.py -k counts_once",
     ),
@@ -1940,7 +1933,7 @@ MUTANTS = [
     ),
     Mutant(
         "seeds of persistent workers shift an order",
-        "dream_trainer/data/foreign.py",
+        "dream_trainer/data/worker_start.py",
         'options["generator"] = torch.Generator().manual_seed(seed)',
         "pass",
         "tests/data/test_foreign_resume.py -k persist",
@@ -2004,8 +1997,8 @@ MUTANTS = [
     Mutant(
         "each epoch of a source has the same order",
         "dream_trainer/data/mixture.py",
-        "keys = scrambled(base + scrambled(epochs.reshape(-1)",
-        "keys = scrambled(base + scrambled(0 * epochs.reshape(-1)",
+        "keys = scrambled(base + scrambled(epochs.astype",
+        "keys = scrambled(base + scrambled((0 * epochs).astype",
         "tests/data/test_permutation.py tests/data/test_mixture.py",
     ),
     Mutant(

@@ -101,11 +101,8 @@ class WindowFeed:
             self._begins_pass = False
             # A dataset may change between two passes, but in the same way on all ranks; a collective
             if self._world.world_size > 1 and self._stream.length is not None:
-                refuse_differences(
-                    self._world,
-                    {"samples of the training dataset in this pass": self._stream.length},
-                    "Change it in the same way on every rank.",
-                )
+                facts = {"samples of the training dataset in this pass": self._stream.length}
+                refuse_differences(self._world, facts, "Change it in the same way on every rank.")
         self.is_pass_over = False
         if window is None:
             self._stream.end_pass()
@@ -193,8 +190,3 @@ def on_device(batches: Iterable[Any], move: Move, device: torch.device, aside: t
         torch.accelerator.current_stream(device).wait_stream(aside)
         current = following
     yield current
-
-
-def copy_stream(device: torch.device) -> torch.Stream | None:
-    """A stream for copies to `device`; None where copies are not asynchronous."""
-    return torch.Stream(device) if device.type == "cuda" else None

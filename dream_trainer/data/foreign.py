@@ -6,13 +6,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import default_generator
 from torch.utils.data import (
     BatchSampler,
@@ -27,7 +24,7 @@ from torch.utils.data import (
 
 from dream_trainer.compat.pytorch import shutdown_workers
 from dream_trainer.data.sampler import collates_without_draws, draws_nothing
-from dream_trainer.data.worker_start import begin_worker, workers_start
+from dream_trainer.data.worker_start import workers_start
 from dream_trainer.distributed.seeds import GENERATORS, WatchedSeeds, hash_seed, preserved_random_state, seed_cpu
 
 
@@ -95,20 +92,18 @@ class SeededPass:
     def _load(self) -> list[Any]:
         if self._batches is None:
             return self._load_first()
-        if self._is_quiet:
-            return list(islice(self._batches, 1))
-        if self.draws:
+        if not self._is_quiet and self.draws:
             seed_cpu(self._seed_of_batch())
-            return list(islice(self._batches, 1))
-        seeds = WatchedSeeds(self._seed_of_batch())
+        seeds = None if self._is_quiet or self.draws else WatchedSeeds(self._seed_of_batch())
         batch = list(islice(self._batches, 1))
-        self.draws = bool(seeds.drawn())
+        if seeds is not None:
+            self.draws = bool(seeds.drawn())
         return batch
 
     def _load_first(self) -> list[Any]:
         numbers = self.seed, self.epoch, self.dp_rank
         start = WatchedSeeds(hash_seed(b"pass", *numbers))
-        with loader_begins(self.loader, hash_seed(b"workers", *numbers)):
+        with workers_start(self.loader, hash_seed(b"workers", *numbers)):
             self._batches = iter(self.loader)
         # If its own state moved a loader into the middle of a pass, it redraws either the whole order, which needs the
         # pass's stream, or only the batch's values. Its earlier draws tell which.
@@ -124,21 +119,6 @@ class SeededPass:
 
     def close(self) -> None:
         shutdown_workers(self._batches)
-
-
-@contextmanager
-def loader_begins(loader: object, seed: int | None = None) -> Iterator[None]:
-    """Workers that a torch `DataLoader` starts inside outlive a signal to the whole job, and are seeded by `seed`."""
-    if not isinstance(loader, DataLoader):
-        yield
-        return
-    options: dict[str, Any] = {}
-    if loader.num_workers > 0:
-        options["worker_init_fn"] = partial(begin_worker, loader.worker_init_fn)
-    if seed is not None and loader.generator is None:
-        options["generator"] = torch.Generator().manual_seed(seed)
-    with workers_start(loader, **options):
-        yield
 
 
 def keeps_what_it_draws(loader: object, *, draws: bool | None) -> bool:

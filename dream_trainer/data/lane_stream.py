@@ -206,20 +206,16 @@ def close(iterator: Iterator[Any] | None) -> None:
 
 def refuse_forgetful(source: ShardedSource, shard: int) -> None:
     """Reads a few samples of a shard twice, the second time from a state; raises if they differ."""
-    iterator: Iterator[Any] | None = None
     try:
         reader, iterator = opened(source, shard, 0, None)
         for _ in islice(iterator, 4):
             pass
         state = pickle.loads(pickle.dumps(reader.state_dict()))
         expected = [summary(sample) for sample in islice(iterator, 16)]
-        close(iterator)
         _, iterator = opened(source, shard, 0, state)
         found = [summary(sample) for sample in islice(iterator, 16)]
     except Exception:  # the lane that reads the shard will raise it too, with the sample
         return
-    finally:
-        close(iterator)
     if found != expected:
         raise DataError(
             f"{source.name(shard)} does not come back to where it was by its own state: other samples follow it than "
@@ -332,12 +328,8 @@ class LaneStream(TrainStream):
 
     def seek(self, position: DataPosition, rank_state: SavedState, *, is_pass_over: bool, state: SavedState) -> None:
         self._begin(position.epoch + is_pass_over)
-        steps, rest = divmod(position.samples, self._plan.global_batch)
         if is_pass_over or not position.samples:
             return
-        if rest:
-            done, size = position.samples, self._plan.global_batch
-            raise DataError(f"The run resumes after {done} samples, no multiple of the global batch of {size}.")
         saved: dict[str, Any] = {"stream": {}, "lanes": {}} | (rank_state or {})
         former, states = saved["stream"], saved["lanes"]
         differing = [
@@ -350,6 +342,7 @@ class LaneStream(TrainStream):
                 f"The run resumes in the middle of a stream that has changed ({'; '.join(differing)}). Give it the "
                 "source and options it had, or start another experiment."
             )
+        steps = -(-position.samples // self._plan.global_batch)
         # Lanes that this rank reads, and that were read before.
         lanes = [lane for chain in self._chains for lane in chain if self._plan.consumed(lane, steps)]
         missing = [lane for lane in lanes if str(lane) not in states]
@@ -421,11 +414,11 @@ class LaneStream(TrainStream):
         of_turn = [*range(turn * num_chains, (turn + 1) * num_chains)]
         with preserved_random_state() if self._loader.num_workers == 0 else nullcontext():
             for chain in of_turn * (self._accumulation // num_chains):
-                batch, marks, end = next(self._readers[chain % len(self._readers)])
-                if end is not None:
-                    return [], [], end
-                batches.append(batch)
-                told += marks
+                loaded = next(self._readers[chain % len(self._readers)])
+                if isinstance(loaded, str):
+                    return [], [], loaded
+                batches.append(loaded[0])
+                told += loaded[1]
         return batches, told, None
 
     def _open(self, step: int) -> list[Iterator[Loaded]]:
@@ -433,15 +426,13 @@ class LaneStream(TrainStream):
         loader, epoch, readers = self._loader, self._position.epoch, list[Iterator[Loaded]]()
         count = min(max(1, loader.num_workers), len(self._chains))
         for number in range(count):
-            batches = LaneBatches(
-                loader, self._plan, self._chains[number::count], self._seed, step, epoch, self._states
-            )
+            chains = self._chains[number::count]
+            batches = LaneBatches(loader, self._plan, chains, self._seed, step, epoch, self._states)
             if loader.num_workers == 0:
                 readers.append(iter(batches))
                 continue
-            generator = torch.Generator("cpu").manual_seed(
-                hash_seed(b"workers", self._seed, epoch, step, self._dp_rank)
-            )
+            seed = hash_seed(b"workers", self._seed, epoch, step, self._dp_rank)
+            generator = torch.Generator("cpu").manual_seed(seed)
             # A process for each reader, which can then load any lanes in any order.
             readers.append(started(worker_loader(batches, loader, generator, batch_size=None, num_workers=1)))
         return readers
@@ -455,8 +446,8 @@ class Mark(NamedTuple):
     reports: list[str]
 
 
-# A batch, what it tells of its lanes, and None. At a pass's end, only why it is the end
-Loaded = tuple[Any, list[Mark], str | None]
+# A batch and what it tells of its lanes; at a pass's end, why it is the end
+Loaded = tuple[Any, list[Mark]] | str
 
 
 @dataclass(eq=False, repr=False)
@@ -497,15 +488,14 @@ class LaneBatches(IterableDataset[Loaded]):
                     try:
                         samples.append(next(lanes[number].samples))
                     except StopIteration:
-                        end = (
+                        yield (
                             f"lane {number} has {place % per_lane} of the {per_lane} samples that a step takes from "
                             "each lane. They, and the rest of the other lanes, are not read in this pass."
                         )
-                        yield None, [], end
                         return
                 if not collates_without_draws(collate):
                     seed_cpu(hash_seed(b"collate", self.seed, step, numbers[0], batch))
-                yield collate(samples), _marks(lanes, dict.fromkeys(numbers)), None
+                yield collate(samples), _marks(lanes, dict.fromkeys(numbers))
 
 
 def _marks(lanes: Mapping[int, Lane], numbers: Iterable[int]) -> list[Mark]:

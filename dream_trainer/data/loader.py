@@ -180,7 +180,7 @@ class ShardReader:
                 persistent_workers=self.loader.persistent_workers,
             )
         self.release()
-        self.sampler.start(epoch, first, end)
+        self.sampler.next_pass = epoch, first, end
         self.generator.manual_seed(hash_seed(b"workers", self.seed, epoch, first, self.sampler.sharding.dp_rank))
         self._iterator, self._end = started(self._torch_loader), first
 
@@ -270,15 +270,6 @@ def foreign_iterable(loader: object, dp_size: int) -> Iterable[Any]:
     is_per_rank = isinstance(loader, PerRankLoader)
     if isinstance(loader, PerRankLoader):
         loader = loader.loader
-    # of a list of batches any element may be a list or a dict, but none a loader
-    parts = list(loader.values()) if isinstance(loader, Mapping) else loader
-    if isinstance(parts, list | tuple) and any(
-        isinstance(part, DataLoader | DistributedDataLoader | PerRankLoader) for part in parts
-    ):
-        raise DataError(
-            f"A {type(loader).__name__} of {len(parts)} data loaders is not a data loader: it yields loaders, not "
-            'batches. Give a dict of named loaders, such as {"easy": ..., "hard": ...}, or one loader.'
-        )
     if isinstance(loader, StreamLoader):
         raise DataError(
             "A StreamLoader is for training, and validation reads its data whole. Validate on a dataset with `__len__` "

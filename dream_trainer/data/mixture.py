@@ -144,19 +144,17 @@ class IndexPermutation:
         width = math.isqrt(length - 1) + 1
         self._width, self._height = np.uint64(width), np.uint64(-(-length // width))
 
-    def __call__(self, indices: npt.ArrayLike, epochs: npt.ArrayLike = 0) -> Integers:
-        places = np.asarray(indices, dtype=np.int64)
-        epochs = np.broadcast_to(np.asarray(epochs, dtype=np.int64), places.shape)
+    def __call__(self, places: Integers, epochs: Integers) -> Integers:
         base = np.uint64(self.seed & 0xFFFF_FFFF_FFFF_FFFF)
         with np.errstate(over="ignore"):
-            keys = scrambled(base + scrambled(epochs.reshape(-1).astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)))
-            found = self._network(places.reshape(-1).astype(np.uint64), keys)
+            keys = scrambled(base + scrambled(epochs.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)))
+            found = self._network(places.astype(np.uint64), keys)
             outside = np.flatnonzero(found >= np.uint64(self.length))
             while len(outside):
                 again = self._network(found[outside], keys[outside])
                 found[outside] = again
                 outside = outside[again >= np.uint64(self.length)]
-        return found.astype(np.int64).reshape(places.shape)
+        return found.astype(np.int64)
 
     def _network(self, words: _Words, keys: _Words) -> _Words:
         rows, columns = np.divmod(words, self._width)

@@ -52,42 +52,40 @@ def _next(loaded: Iterator[Any], is_ordered: bool) -> Summary:
 
 def summary(sample: Any) -> Summary:
     """The parts of a sample that ranks can compare: tensors, arrays, numbers and strings in nested containers."""
-    values: Summary = {}
-    _collect("sample", sample, values)
-    return values
+    return dict(_parts("sample", sample))
 
 
-def _collect(name: str, value: Any, found: Summary) -> None:
+def _parts(name: str, value: Any) -> Iterator[tuple[str, Leaf]]:
     if isinstance(value, str | bytes):
         # A file's name may differ between hosts.
-        found[f"{name} (text)"] = xxhash.xxh3_64_intdigest(value.encode() if isinstance(value, str) else value)
+        yield f"{name} (text)", xxhash.xxh3_64_intdigest(value.encode() if isinstance(value, str) else value)
     elif isinstance(value, bool | int | float | np.generic):
-        _collect_array(name, np.asarray(value), found)
+        yield from _parts_of_array(name, np.asarray(value))
     elif type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta:
         tensor = value.detach().cpu()
-        _collect_array(name, (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy(), found)
+        yield from _parts_of_array(name, (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy())
     elif isinstance(value, np.ndarray):
-        _collect_array(name, value, found)
+        yield from _parts_of_array(name, value)
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            _collect(f"{name}[{key!r}]", item, found)
+            yield from _parts(f"{name}[{key!r}]", item)
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value[:_NUMBERS]):
-            _collect(f"{name}[{index}]", item, found)
+            yield from _parts(f"{name}[{index}]", item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        _collect(name, vars(value), found)
+        yield from _parts(name, vars(value))
 
 
-def _collect_array(name: str, values: np.ndarray, found: Summary) -> None:
+def _parts_of_array(name: str, values: np.ndarray) -> Iterator[tuple[str, Leaf]]:
     if values.dtype.kind not in "biuf":
         return
-    found[f"{name} (shape)"] = str(values.shape)
+    yield f"{name} (shape)", str(values.shape)
     if values.dtype.kind == "f" or values.dtype == np.uint8:  # pictures too: decoders differ by a shade
         flat = values.reshape(-1).astype(np.float64)
         chosen = flat[:: max(1, len(flat) // _NUMBERS)][:_NUMBERS].tolist()
-        found[name] = [*chosen, float(flat.mean()), float(flat.std())] if len(flat) else []
+        yield name, [*chosen, float(flat.mean()), float(flat.std())] if len(flat) else []
     else:
-        found[name] = xxhash.xxh3_64_intdigest(np.ascontiguousarray(values.astype(np.int64)).tobytes())
+        yield name, xxhash.xxh3_64_intdigest(np.ascontiguousarray(values.astype(np.int64)).tobytes())
 
 
 def differing(summaries: Sequence[Summary]) -> dict[str, int]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -140,21 +140,16 @@ class RankBatchSampler(Sampler[BatchKey]):
         self.sharding = sharding
         self.seed = seed
         self.shuffle = shuffle
-        self._next_pass = (0, 0, length)
-
-    def start(self, epoch: int, first: int, end: int) -> None:
-        """Sets what the next iterator yields: positions `first` to `end` (exclusive) of `epoch`'s order."""
-        self._next_pass = (epoch, first, end)
-
-    def indices(self, epoch: int, first: int, end: int) -> list[list[int]]:
-        """This rank's batches of those positions; does not change the next iterator."""
-        return [indices for _, indices in self._batches(epoch, first, end)]
+        # What the next iterator yields: the positions from the second to the third (exclusive) of an epoch's order.
+        self.next_pass = (0, 0, length)
 
     def __iter__(self) -> Iterator[BatchKey]:
         # Not a generator itself: the pass is the one that is set now, not when the first batch is drawn.
-        return self._batches(*self._next_pass)
+        epoch, first, end = self.next_pass
+        return ((epoch, indices) for indices in self.indices(epoch, first, end))
 
-    def _batches(self, epoch: int, first: int, end: int) -> Iterator[BatchKey]:
+    def indices(self, epoch: int, first: int, end: int) -> Iterator[list[int]]:
+        """This rank's batches of those positions; does not change the next iterator."""
         sharding = self.sharding
         num_full, last_chunk = divmod(end - first, sharding.chunk_size)
         last = first + num_full * sharding.chunk_size
@@ -164,7 +159,7 @@ class RankBatchSampler(Sampler[BatchKey]):
         order = epoch_order(self.seed, epoch, self.length).numpy() if self.shuffle else None
         for begin, stop in chain(((start, start + sharding.batch_size) for start in starts), own):
             # An order that is not shuffled may be endless.
-            yield epoch, list(range(begin, stop)) if order is None else order[begin:stop].tolist()
+            yield list(range(begin, stop)) if order is None else order[begin:stop].tolist()
 
 
 # the epoch that validation samples are seeded with: the same augmentation each time, and none that training has
@@ -189,11 +184,6 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
 # -- Random draws made while loading data, seeded again for each sample from (seed, epoch, index).
 
 
-@runtime_checkable
-class BatchedDataset(Protocol):
-    def __getitems__(self, indices: list[int], /) -> Any: ...
-
-
 def draws_nothing(dataset: object) -> bool:
     """Whether loading from `dataset` is known to make no random draw."""
     if type(dataset) is Subset:
@@ -209,7 +199,7 @@ def collates_without_draws(collate_fn: object) -> bool:
 
 def loads_batches(dataset: object) -> bool:
     """Whether `dataset` has its own `__getitems__`; `Subset`'s only loops if what it wraps has none."""
-    return loads_batches(dataset.dataset) if type(dataset) is Subset else isinstance(dataset, BatchedDataset)
+    return loads_batches(dataset.dataset) if type(dataset) is Subset else hasattr(dataset, "__getitems__")
 
 
 class KeyedDataset(Dataset[Any]):

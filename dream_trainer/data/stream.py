@@ -9,14 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from dream_trainer.compat.pytorch import end_workers
-from dream_trainer.data.foreign import (
-    EpochAware,
-    SeededPass,
-    StatefulLoader,
-    keeps_what_it_draws,
-    loader_begins,
-    set_epoch,
-)
+from dream_trainer.data.foreign import EpochAware, SeededPass, StatefulLoader, keeps_what_it_draws, set_epoch
 from dream_trainer.data.lane_stream import LaneStream, StreamLoader
 from dream_trainer.data.loader import DistributedDataLoader, ShardReader, foreign_iterable, loader_batch_size, rebuild
 from dream_trainer.data.loader_groups import (
@@ -29,6 +22,7 @@ from dream_trainer.data.loader_groups import (
 from dream_trainer.data.sample_count import SampleCount
 from dream_trainer.data.sampler import ENDLESS, VALIDATION_EPOCH, OrderedDataset, Sharding
 from dream_trainer.data.window import DataPosition, SavedState, TrainStream, Window
+from dream_trainer.data.worker_start import workers_start
 from dream_trainer.distributed.seeds import GENERATORS, hash_seed, preserved_random_state
 from dream_trainer.errors import DataError
 from dream_trainer.screen import logger
@@ -190,7 +184,7 @@ class ForeignStream(TrainStream):
     def _load(self, loader: StatefulLoader, rank_state: dict[str, Any]) -> None:
         self._is_exhausted = self._holds_end = rank_state["is_exhausted"]
         self._samples = rank_state.get("samples", 0)
-        with preserved_random_state(), loader_begins(loader):
+        with preserved_random_state(), workers_start(loader):
             loader.load_state_dict(copy.deepcopy(rank_state["loader"]))
             if self._is_exhausted:
                 # StatefulDataLoader applies its state only when asked for something. Asked by the next pass, it would

@@ -34,8 +34,7 @@ def worker_options(loader: Any) -> dict[str, Any]:
 
 def worker_loader(dataset: Any, loader: Any, generator: torch.Generator, **options: Any) -> DataLoader[Any]:
     """A torch DataLoader over `dataset`, which yields batches, with the worker options of `loader`."""
-    own: dict[str, Any] = {"worker_init_fn": partial(begin_worker, loader.worker_init_fn)}
-    return DataLoader(dataset, collate_fn=as_it_is, generator=generator, **worker_options(loader) | own | options)
+    return DataLoader(dataset, collate_fn=as_it_is, generator=generator, **worker_options(loader) | options)
 
 
 def started(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -45,13 +44,20 @@ def started(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 @contextmanager
-def workers_start(loader: DataLoader[Any], **options: Any) -> Iterator[None]:
-    """Worker processes that the loader starts inside do start, and outlive a signal from their fork on. Inside, the
-    loader has other `options`."""
+def workers_start(loader: object, seed: int | None = None) -> Iterator[None]:
+    """Worker processes that a torch `DataLoader` starts inside do start, outlive a signal to the whole job from their
+    fork on, and are seeded by `seed`."""
+    if not isinstance(loader, DataLoader):
+        yield
+        return
+    options: dict[str, Any] = {}
     with ExitStack() as stack:
         if loader.num_workers > 0:
+            options["worker_init_fn"] = partial(begin_worker, loader.worker_init_fn)
             options["multiprocessing_context"] = sure_to_start(loader.multiprocessing_context)
             stack.enter_context(starting_workers())
+        if seed is not None and loader.generator is None:
+            options["generator"] = torch.Generator().manual_seed(seed)
         for name, value in options.items():
             stack.callback(setattr, loader, name, getattr(loader, name))
             setattr(loader, name, value)

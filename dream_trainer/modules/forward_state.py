@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,23 +16,42 @@ from dream_trainer.compat.pytorch import has_hooks
 from dream_trainer.errors import HookError
 
 
-class ForwardState:
+class ForwardState(AbstractContextManager[None]):
+    """As a context it undoes the changes of forwards inside at its end."""
+
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        self._contents: list[tuple[Any, Any]] = []  # each container with its content
-        for module in dict.fromkeys(module for model in models for module in model.modules()):
-            own = module._buffers if isinstance(module._buffers, dict) else None  # as of a torch.jit.ScriptModule
-            for values in (vars(module), dict(module.named_buffers(recurse=False)) if own is None else own):
-                content = content_of(values)
-                inside = containers_in(tuple(content.values()))
-                self._contents += [(values, content), *((container, content_of(container)) for container in inside)]
-        tensors = {id(tensor): tensor for _, content in self._contents for tensor in tensors_in(content)}
-        self._values = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
+        self._contents, tensors = noted(dict.fromkeys(module for model in models for module in model.modules()))
+        unique = {id(tensor): tensor for _, tensor in tensors}
+        self._values = [(tensor, tensor.detach().clone()) for tensor in unique.values()]
+
+    def __exit__(self, *raised: object) -> None:
+        self.put_back()
 
     @torch.no_grad()
     def put_back(self) -> None:
         for tensor, value in self._values:
             tensor.detach().copy_(value)
         put_back(self._contents)
+
+
+Key = tuple[int, str]  # the place of a module among others, and the name of an attribute or a buffer
+
+
+def noted(modules: Iterable[nn.Module]) -> tuple[list[tuple[Any, Any]], list[tuple[Key, Tensor]]]:
+    """The containers that forwards of `modules` may change, each with its content, and the tensors in them by place."""
+    contents: list[tuple[Any, Any]] = []
+    tensors: list[tuple[Key, Tensor]] = []
+    for index, module in enumerate(modules):
+        own = module._buffers if isinstance(module._buffers, dict) else None  # as of a torch.jit.ScriptModule
+        buffers: Any = dict(module.named_buffers(recurse=False)) if own is None else own
+        for attributes in filter(None, (vars(module), buffers)):
+            content = content_of(attributes)
+            contents.append((attributes, content))
+            for name, value in content.items():
+                if isinstance(value, Tensor | list | dict | tuple | set | deque):
+                    contents += [(container, content_of(container)) for container in containers_in(value)]
+                    tensors += [((index, name), tensor) for tensor in tensors_in(value)]
+    return contents, tensors
 
 
 # Internals of `nn.Module`, including parameters, which a second run uses as they are then.
@@ -103,16 +122,6 @@ def in_evaluation(models: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-@contextmanager
-def as_before(*models: nn.Module) -> Iterator[None]:
-    """Undoes at the end the changes of forwards inside."""
-    state = ForwardState(models)
-    try:
-        yield
-    finally:
-        state.put_back()
 
 
 # -- Users' attributes of parameters and hooks on gradients, if a model is cut over ranks: the new parameters get the

@@ -5,10 +5,9 @@ Their own exchange hangs, or ends the process, if ranks have updated a metric un
 
 from __future__ import annotations
 
-import copy
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,32 +37,6 @@ def updates(metric: Any) -> int:
     of_running = sum(part._num_vals_seen for part in of_parts if isinstance(part, wrappers.Running))
     own = (part.update_count for part in of_parts if not isinstance(part, wrappers.abstract.WrapperMetric))
     return int(sum(own, of_running))
-
-
-def copied(tree: Any, metrics: Iterable[Any]) -> Any:
-    """A deep copy of `tree`, which contains `metrics` or their states; process groups are shared, as they must be."""
-    groups = (part.process_group for metric in metrics for part in parts(metric))
-    return copy.deepcopy(tree, {id(group): group for group in groups if group is not None})
-
-
-class MetricStates:
-    """The present states of metrics and collections, to be restored into the same objects."""
-
-    def __init__(self, metrics: Sequence[Any]) -> None:
-        self._metrics = metrics
-        self._owners = [module for metric in metrics for module in metric.modules() if is_metric(module)]
-        self._states = copied([_attributes(module) for module in self._owners], metrics)
-
-    def put_back(self) -> None:
-        for module, attributes in zip(self._owners, copied(self._states, self._metrics), strict=True):
-            vars(module).update(attributes)
-
-
-def _attributes(module: Any) -> dict[str, Any]:
-    """All but modules within it, and but `update` and `compute`, which torchmetrics binds to each object."""
-    of_object = dict(module.__getstate__() or {})
-    of_object.pop("_modules", None)
-    return of_object
 
 
 def computed(name: str, metric: Any, world: Ranks) -> dict[str, Any]:
@@ -135,7 +108,6 @@ class ValidationMetrics:
     """
 
     metrics: Callable[[], dict[str, Any]]
-    also_private: Callable[[], dict[str, Any]]
     world: Ranks
     say_once: Callable[[str, str], None]
 
@@ -173,15 +145,6 @@ class ValidationMetrics:
         for name, metric in self.metrics().items():
             if name not in self._of_training:
                 metric.reset()
-
-    @contextmanager
-    def padding(self) -> Iterator[None]:
-        """A padding batch counts for nothing: metrics are as before at the end."""
-        states = MetricStates(list(self.also_private().values()))
-        try:
-            yield
-        finally:
-            states.put_back()
 
     def values(self) -> list[tuple[str, float]]:
         """Values of the metrics over all ranks since `start_loader`, with their names; a collective."""

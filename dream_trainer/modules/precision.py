@@ -41,15 +41,6 @@ def without_autocast(parameters: DeviceParameters, device: torch.device) -> Abst
     return nullcontext() if half_dtype(parameters) is None else torch.autocast(device.type, enabled=False)
 
 
-def under_autocast(
-    step: Callable[[Any, int], Any], parameters: DeviceParameters, device: torch.device
-) -> Callable[[Any, int], Any]:
-    """`step`, computing in the configured type; `step` itself if that is the parameters' own."""
-    context: Any = autocast(parameters, device)
-    inside: Callable[[Any, int], Any] = step if half_dtype(parameters) is None else context(step)
-    return inside
-
-
 def reduce_dtype(parameters: DeviceParameters) -> torch.dtype | None:
     """The type that gradients cross the data-parallel ranks in, if one is asked for."""
     return None if parameters.reduce_dtype is None else _DTYPES[parameters.reduce_dtype]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -18,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from dream_trainer.compat.pytorch import StopRecomputation, function_modes, operation
 from dream_trainer.errors import StepError
 from dream_trainer.modules.class_change import Changed, change_class, own_class
-from dream_trainer.modules.forward_state import containers_in, content_of, fill, put_back, tensors_in
+from dream_trainer.modules.forward_state import Key, containers_in, content_of, fill, noted, put_back, tensors_in
 
 
 class Recomputed(Changed):
@@ -144,12 +143,10 @@ def _are_close(expected: Sequence[tuple[Tensor, int]], found: Sequence[tuple[Ten
             continue  # the model has written into it since
         if one.shape != other.shape or one.dtype != other.dtype:
             return False
-        if torch.equal(one, other) or not one.numel():
-            continue
-        if not one.is_floating_point():
-            return False
-        missed = (one - other).masked_fill(one.isnan() & other.isnan(), 0).abs().max()
-        if not missed <= torch.finfo(one.dtype).eps ** 0.5 * one.abs().nan_to_num(posinf=0.0).max():
+        rounding = 0.0
+        if one.is_floating_point() and one.numel():
+            rounding = torch.finfo(one.dtype).eps ** 0.5 * float(one.abs().nan_to_num(posinf=0.0).max())
+        if not torch.allclose(one, other, rtol=0.0, atol=rounding, equal_nan=True):
             return False
     return True
 
@@ -169,9 +166,6 @@ def recompute(module: nn.Module, keep: Sequence[str] = (), name: str = "") -> No
 # and copies the tensors that a forward writes into.
 
 
-Key = tuple[int, str]  # the place of a module in its block, and the name of an attribute or a buffer
-
-
 class Moves:
     """Observed writes of one block's forwards."""
 
@@ -185,12 +179,7 @@ class BlockState:
     def __init__(self, block: nn.Module, given: Any, moves: Moves) -> None:
         self._moves = moves
         modules = list(block.modules())
-        self._contents: list[tuple[Any, Any]] = []  # each container with its content
-        self._noted: list[tuple[Key, Tensor]] = []
-        for index, module in enumerate(modules):
-            self._note(vars(module), index)
-            if module._buffers:
-                self._note(module._buffers, index)
+        self._contents, self._noted = noted(modules)
         self._modes = tuple([module.training for module in modules])
         self._versions = [tensor._version for _, tensor in self._noted]
         self.is_new = self._modes not in moves.modes or any(
@@ -200,14 +189,6 @@ class BlockState:
         self._copies = {id(tensor): _copy(tensor) for key, tensor in self._noted if self.is_new or key in moves.written}
         self._n_own = len(self._contents)
         self._contents += [(container, content_of(container)) for container in containers_in(given)]
-
-    def _note(self, attributes: dict[str, Any], index: int) -> None:
-        content = content_of(attributes)
-        self._contents.append((attributes, content))
-        for name, value in content.items():
-            if isinstance(value, Tensor | list | dict | tuple | set | deque):
-                self._contents += [(container, content_of(container)) for container in containers_in(value)]
-                self._noted += [((index, name), tensor) for tensor in tensors_in(value)]
 
     def look(self, block: str) -> None:
         """Notes what the forward since then has written into; waits for the device if that is not known yet."""

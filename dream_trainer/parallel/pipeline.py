@@ -25,7 +25,7 @@ from dream_trainer.distributed.seeds import numbers_of_place, preserved_random_s
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import ConfigError, DataError, HookError, StepError
 from dream_trainer.modules.class_change import Changed, change_class
-from dream_trainer.modules.forward_state import as_before
+from dream_trainer.modules.forward_state import ForwardState
 from dream_trainer.nested import concatenated, leaves, map_tensors
 from dream_trainer.parallel.micro_batches import cut, digest, even_parts, rows_of, shapes_of
 from dream_trainer.parallel.mixture_of_experts import without_exchange
@@ -232,7 +232,7 @@ class Pipeline:
         # Expert-parallel ranks may have different shapes, and then not all of them are here.
         ahead = map_tensors(torch.clone, first)  # a stage may change what it is given
         with (
-            as_before(self.model),
+            ForwardState([self.model]),
             preserved_random_state(self.world.device),
             torch.enable_grad(),
             without_exchange(self.model),

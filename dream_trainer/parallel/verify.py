@@ -34,7 +34,7 @@ from dream_trainer.config.device_parameters import DeviceParameters
 from dream_trainer.distributed.seeds import WatchedSeeds, preserved_random_state, seed_device
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import StepError
-from dream_trainer.modules.forward_state import as_before, in_evaluation
+from dream_trainer.modules.forward_state import ForwardState, in_evaluation
 from dream_trainer.modules.precision import half_dtype, without_autocast
 from dream_trainer.nested import leaves, map_tensors
 from dream_trainer.parallel.mixture_of_experts import is_shared_by_experts
@@ -130,7 +130,7 @@ class Verification:
         # Without its module, which takes seconds to load, nothing is compiled.
         eagerly = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
         evaluating = _without_draws(model, model if apart is None else None)
-        with eagerly, evaluating, preserved_random_state(device), as_before(model), _without_zeros(model):
+        with eagerly, evaluating, preserved_random_state(device), ForwardState([model]), _without_zeros(model):
             misses = self._compare(name, model, apart, args, kwargs)
         for module in fsdp_modules(model):
             module.reshard()

@@ -6,7 +6,7 @@ It runs nothing. `BaseTrainer` brings the loop. Every part with state is a separ
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from dream_trainer.distributed.world import World
 from dream_trainer.errors import HookError
 from dream_trainer.events.collection import BaseCallback, CallbackCollection, Timed
 from dream_trainer.modules.class_change import unwrap
-from dream_trainer.modules.precision import autocast, under_autocast
+from dream_trainer.modules.precision import autocast
 from dream_trainer.parallel.sharding import frozen
 from dream_trainer.screen import logger
 from dream_trainer.trainer.counters import Counters
@@ -425,7 +425,11 @@ class AbstractTrainer(MixinHooks):
         notify(self._runtime, event, *args)
 
     def _wrap_step(self, step: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
-        return under_autocast(super()._wrap_step(step), self.config.device_parameters, self.world.device)
+        step = super()._wrap_step(step)
+        context: Any = autocast(self.config.device_parameters, self.world.device)
+        if not isinstance(context, nullcontext):
+            step = context(step)
+        return step
 
 
 @dataclass(slots=True, eq=False)
@@ -467,7 +471,7 @@ class AccumulationWindow:
         the dataset; None if only the loader knows."""
         stream = self._runtime.data.stream
         reader: ShardReader | None = None if stream is None else stream.reader
-        return None if reader is None else reader.sampler.indices(epoch, first, end)
+        return None if reader is None else [*reader.sampler.indices(epoch, first, end)]
 
     @property
     def step_was_skipped(self) -> Tensor | None:

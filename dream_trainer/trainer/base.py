@@ -39,7 +39,6 @@ from dream_trainer.errors import ConfigError, DataError, HookError, StepError
 from dream_trainer.events.collection import BaseCallback
 from dream_trainer.events.sanity_checks import SanityChecks
 from dream_trainer.modules.forward_state import ForwardState
-from dream_trainer.modules.metrics import MetricStates
 from dream_trainer.modules.precision import deterministic, float32_products
 from dream_trainer.nested import detach
 from dream_trainer.screen import show
@@ -314,10 +313,9 @@ class BaseTrainer(AbstractTrainer):
         runtime, progress, state = self._runtime, self._runtime.progress, self._runtime.window
         self._window_started()
         state.first_batch_idx, batches_before = progress.batch_idx, state.local_batches
-        moved: list[ForwardState | MetricStates] = []  # by forwards: otherwise the window would count twice
+        moved: ForwardState | None = None  # by forwards: otherwise the window would count twice
         if self.config.training_parameters.on_nonfinite == "retry":
-            models, metrics = runtime.registry.models().values(), runtime.registry.metrics().values()
-            moved = [ForwardState(models), MetricStates(list(metrics))]
+            moved = ForwardState([*runtime.registry.models().values(), *runtime.registry.metrics().values()])
         while True:
             try:
                 if not runtime.parallel.changes_in_steps:
@@ -326,8 +324,8 @@ class BaseTrainer(AbstractTrainer):
                     return self._run_batches(window)
             except RetryWindow:
                 progress.batch_idx, state.local_batches = state.first_batch_idx, batches_before
-                for one in moved:
-                    one.put_back()
+                if moved is not None:
+                    moved.put_back()
                 if runtime.log is not None:
                     runtime.log.training.window_dropped()
                 runtime.parallel.drop_gradients()

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
+
 from dream_trainer.config.training_parameters import TrainingParameters, accumulation_steps
-from dream_trainer.data.feed import WindowFeed, copy_stream
+from dream_trainer.data.feed import WindowFeed
 from dream_trainer.data.loader import PerRankLoader, ShardReader, loader_batch_size
 from dream_trainer.data.loader_groups import AlternatingLoaders
 from dream_trainer.data.sample_count import SampleCount
@@ -50,7 +52,7 @@ def connect_data(runtime: Runtime) -> None:
     own_count = None if type(runtime.hooks).batch_size is Hooks.batch_size else runtime.hooks.batch_size
     runtime.data.count = SampleCount(own_count, partial(runtime.warn_once, "samples of a batch"))
     runtime.data.feed = WindowFeed(_open_stream(runtime), world, state.accumulation_steps)
-    runtime.data.copy_stream = copy_stream(world.device)
+    runtime.data.copy_stream = torch.Stream(world.device) if world.device.type == "cuda" else None
     state.val_dataloaders = _named_validation_loaders(runtime, val)
     loaders_with_names = state.val_dataloaders.items()
     runtime.data.validation = {name: batches_to_validate(runtime, loader) for name, loader in loaders_with_names}

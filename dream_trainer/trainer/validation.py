@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from dream_trainer.data.stream import ValidationBatches
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_device
 from dream_trainer.errors import DataError, HookError
 from dream_trainer.loggers.buffer import NoRecord, Record
-from dream_trainer.modules.forward_state import in_evaluation
+from dream_trainer.modules.forward_state import ForwardState, in_evaluation
 from dream_trainer.modules.precision import float32_products
 from dream_trainer.trainer.event_table import notify
 from dream_trainer.trainer.rank_differences import agreed_metrics, warn_of_different_buffers
@@ -102,11 +102,11 @@ def _run_loader(
     for batch_idx, (batch, is_padding) in enumerate(batches):
         moved = runtime.hooks.move_batch(batch, runtime.world.device)
         if is_padding:
-            # runs the step only for its collectives: what it logs and counts is thrown away
+            # runs the step only for its collectives: what it logs and counts is thrown away, and metrics are put back
             runtime.state.is_padding_batch = True
             aside = Record(prefix=record.prefix, needs_weight=record.needs_weight)
-            metrics = runtime.validation_metrics
-            with runtime.records.inside(aside), nullcontext() if metrics is None else metrics.padding():
+            metrics = runtime.registry.metrics(also_private=True)
+            with runtime.records.inside(aside), ForwardState(metrics.values()):
                 runtime.window.validation_step(moved, batch_idx)
             runtime.state.is_padding_batch = False  # as at the end of a validation, however that ends
             continue

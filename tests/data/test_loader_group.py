@@ -235,10 +235,6 @@ def test_what_fills_no_step_is_left_out_and_named(caplog: pytest.LogCaptureFixtu
         (lambda: api.LoaderGroup({}), "no loaders"),
         (lambda: api.LoaderGroup([*ours(1, 1).values()]), "no loaders"),  # type: ignore[arg-type]
         (
-            lambda: open_stream({"all": ours(1, 1)}),
-            "the training loader 'all': A dict of 2 data loaders is not a data loader",
-        ),
-        (
             lambda: api.LoaderGroup(dict.fromkeys(["one", "other"], ours(1, 1)["text"])),
             "'one' and 'other' read the same DistributedDataLoader",
         ),

@@ -8,7 +8,7 @@ def test_the_last_chunk_is_split_to_sizes_that_differ_by_at_most_one(length: int
     ranks = []
     for rank in range(size):
         sampler = RankBatchSampler(length, Sharding(2, rank, size), seed=5, shuffle=False)
-        sampler.start(2, 0, length)
+        sampler.next_pass = 2, 0, length
         ranks.append([indices for _, indices in sampler])
     assert sorted(index for rank in ranks for batch in rank for index in batch) == list(range(length))
     chunks = -(-length // (2 * size))

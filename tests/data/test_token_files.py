@@ -80,8 +80,8 @@ def test_what_is_not_whole_is_named(tmp_path: Path) -> None:
     cases: list[tuple[str, bytes | None, str]] = [
         (".bin", None, r"there is no token file .*a\.bin"),
         (".bin", b"x" * 100, r"a\.bin has 100 bytes, and 205 tokens of uint16 take 410"),
-        (".json", None, r"a\.bin has no header a\.json"),
-        (".json", b"{}", r"a\.json is no header of token files"),
+        (".json", None, r"a\.bin has no header in a\.json"),
+        (".json", b"{}", r"a\.bin has no header in a\.json"),
         (".json", json.dumps(header | {"version": 9}).encode(), r"a\.json is of version 9"),
         (".index.npy", None, r"a\.index\.npy is not a whole \.npy file: .*No such file"),
         (".index.npy", b"\x93NUMPY", r"a\.index\.npy is not a whole \.npy file"),

@@ -67,20 +67,6 @@ def test_validation_data_that_can_be_read_only_once_is_refused() -> None:
         open_validation(iter([1]))
 
 
-@pytest.mark.parametrize(
-    "several",
-    [
-        [DataLoader(TensorDataset(torch.ones(2))), DataLoader(TensorDataset(torch.ones(2)))],
-        PerRankLoader({"one": DataLoader(TensorDataset(torch.ones(2)))}),
-    ],
-)
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("open_data", [open_validation, open_stream])
-def test_several_loaders_in_the_place_of_one_are_refused(several: Any, size: int, open_data: Any) -> None:
-    with pytest.raises(DataError, match=r"of \d data loaders.*Give a dict of named loaders"):
-        open_data(several, size=size)
-
-
 def test_of_a_dataset_without_samples_it_is_said_whose_it_is() -> None:
     empty = DataLoader(TensorDataset(torch.ones(0)))
     for open_data in (open_validation, open_stream):

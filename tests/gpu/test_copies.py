@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.api import HostCopies, copy_stream, on_device, random_state, set_random_state, to_device
+from tests.api import HostCopies, on_device, random_state, set_random_state, to_device
 
 pytestmark = pytest.mark.gpu
 
@@ -50,7 +50,8 @@ def test_micro_batches_copied_beside_the_computation_are_what_the_loader_gave(de
     weight = torch.randn(1024, 1024, device=device)
     found = []
     for window in (host[:6], host[6:]):
-        for batch in on_device(window, to_device, device, copy_stream(device)):
+        aside = torch.Stream(device) if device.type == "cuda" else None
+        for batch in on_device(window, to_device, device, aside):
             for _ in range(20 if device.type == "cuda" else 1):
                 weight = torch.tanh(weight @ weight)
             found.append(batch.double().sum() + 0 * weight.sum())
@@ -64,6 +65,6 @@ def test_one_further_batch_is_on_the_device_and_no_more(cuda: torch.device) -> N
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    for batch in on_device(host, to_device, cuda, copy_stream(cuda)):
+    for batch in on_device(host, to_device, cuda, torch.Stream(cuda)):
         del batch
     assert torch.cuda.max_memory_allocated() - before == 2 * size

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dream_trainer.checks import check_count, refuse
-from dream_trainer.data.sample_count import IGNORED as IGNORED
+from dream_trainer.data.sample_count import IGNORED
 from dream_trainer.data.sampler import ENDLESS, OrderedDataset, random_order
 from dream_trainer.distributed.seeds import hash_seed
 from dream_trainer.errors import DataError
@@ -52,16 +52,15 @@ def pack_best_fit(lengths: NDArray[Any], row_length: int, first: int = 0) -> lis
 def pack_concatenated(lengths: NDArray[Any], row_length: int, first: int = 0) -> list[Row]:
     """Puts documents one behind the other and cuts where a row ends. Only the last row can have room left."""
     rows: list[Row] = []
-    room = 0
+    taken = 0  # tokens in all rows
     for document, length in enumerate(lengths.tolist(), first):
         start = 0
         while start < length:
-            if room == 0:
+            if taken % row_length == 0:
                 rows.append([])
-                room = row_length
-            size = min(room, length - start)
+            size = min(row_length - taken % row_length, length - start)
             rows[-1].append((document, start, size))
-            start, room = start + size, room - size
+            start, taken = start + size, taken + size
     return rows
 
 

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from multiprocessing import get_context
 from pathlib import Path
 from types import TracebackType
@@ -61,7 +62,6 @@ class TokenFile:
         self._ends = np.cumsum([shard.num_documents for shard in self._shards])
         self.vocabulary_size = max(shard.vocabulary_size for shard in self._shards)
         self._maps: dict[int, tuple[Tokens, npt.NDArray[np.int64]]] = {}
-        self._lengths: npt.NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -71,12 +71,10 @@ class TokenFile:
         tokens, starts = self._mapped(shard)
         return np.array(tokens[starts[document] : starts[document + 1]])
 
-    @property
+    @cached_property
     def lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of each document."""
-        if self._lengths is None:
-            self._lengths = np.concatenate([np.diff(self._mapped(shard)[1]) for shard in range(len(self._shards))])
-        return self._lengths
+        return np.concatenate([np.diff(self._mapped(shard)[1]) for shard in range(len(self._shards))])
 
     @property
     def num_tokens(self) -> int:
@@ -115,10 +113,7 @@ def _find_shards(path: Path) -> list[_Shard]:
     if path.is_dir():
         _refuse_unfinished(path)
         files = sorted(file.with_suffix(".bin") for file in path.glob("*.json") if _header(file))
-        if not files:
-            below = sorted({str(file.parent.relative_to(path)) for file in path.glob("*/**/*.index.npy")})
-            told = f" itself; there are some in {', '.join(below[:5])}: name one of those" if below else ""
-            raise DataError(f"{path} has no token files{told}. `dream-trainer data tokenize` writes them.")
+        refuse(not files, f"{path} has no token files. `dream-trainer data tokenize` writes them.", DataError)
     else:
         files = [path]
     shards = [_open_shard(file) for file in files]
@@ -145,14 +140,12 @@ def _refuse_unfinished(directory: Path) -> None:
 def _open_shard(path: Path) -> _Shard:
     refuse(not path.exists(), f"there is no token file {path}.", DataError)
     described = path.with_suffix(".json")
-    if not described.exists():
-        raise DataError(
-            f"{path} has no header {described.name} next to it, so its format is unknown. `dream-trainer data "
-            "tokenize` or a TokenFileWriter writes both."
-        )
     header = _header(described)
     if header is None:
-        raise DataError(f"{described} is no header of token files: its format is not {FORMAT!r}.")
+        raise DataError(
+            f"{path} has no header in {described.name} next to it, so its format is unknown. `dream-trainer data "
+            "tokenize` or a TokenFileWriter writes both."
+        )
     if header["version"] != VERSION:
         raise DataError(f"{described} is of version {header['version']}, and this program reads version {VERSION}.")
     dtype, num_tokens = np.dtype(header["dtype"]).newbyteorder("<"), header["tokens"]
@@ -174,10 +167,10 @@ def _open_shard(path: Path) -> _Shard:
 
 
 def _header(path: Path) -> dict[str, Any] | None:
-    """Header of a token file; None for other files."""
+    """Header of a token file; None if there is none."""
     try:
         header = json.loads(path.read_text())
-    except ValueError:
+    except (FileNotFoundError, ValueError):
         return None
     return header if isinstance(header, dict) and header.get("format") == FORMAT else None
 
@@ -329,7 +322,6 @@ def open_tokenizer(name: str, end: str | None) -> tuple[Encode, int]:
     if name.endswith(".json"):
         from tokenizers import Tokenizer as FastTokenizer
 
-        refuse(not Path(name).exists(), f"there is no tokenizer {name}.", DataError)
         try:
             fast = FastTokenizer.from_file(name)
         except Exception as error:  # which has no specific class

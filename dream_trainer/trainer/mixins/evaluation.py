@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -120,8 +119,7 @@ class EvalMixin(AbstractTrainer):
 
     def _finish_setup(self) -> None:
         super()._finish_setup()
-        also_private = partial(self._runtime.registry.metrics, also_private=True)
-        self.__metrics = ValidationMetrics(self.named_metrics, also_private, self.world, self.warn_once)
+        self.__metrics = ValidationMetrics(self.named_metrics, self.world, self.warn_once)
         self._runtime.validation_metrics = self.__metrics
         parameters: EvalParameters = self._runtime.config.eval_parameters
         modes = self._best_modes()
