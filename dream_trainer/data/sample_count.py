@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from operator import attrgetter, index
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -15,6 +15,12 @@ from dream_trainer.errors import DataError, HookError
 from dream_trainer.nested import leaves
 
 _REMEDY = "Override `batch_size(self, batch) -> int` in your trainer."
+
+
+@runtime_checkable
+class GraphBatch(Protocol):
+    @property
+    def num_graphs(self) -> int: ...
 
 
 class SampleCount:
@@ -66,7 +72,7 @@ def _counts(batch: Any) -> tuple[list[int], list[list[Any]]]:
             pending += part[::-1]
         elif isinstance(part, Mapping):
             pending += [*part.values()][::-1]
-        elif hasattr(part, "num_graphs"):  # as of PyTorch Geometric
+        elif isinstance(part, GraphBatch):
             return [int(part.num_graphs)], []
         elif dataclasses.is_dataclass(part) and not isinstance(part, type):
             pending += [attrgetter(field.name)(part) for field in dataclasses.fields(part)][::-1]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -197,9 +197,14 @@ def collates_without_draws(collate_fn: object) -> bool:
     return collate_fn is default_collate or collate_fn is default_convert
 
 
+@runtime_checkable
+class BatchedDataset(Protocol):
+    def __getitems__(self, indices: list[int], /) -> Any: ...
+
+
 def loads_batches(dataset: object) -> bool:
     """Whether `dataset` has its own `__getitems__`; `Subset`'s only loops if what it wraps has none."""
-    return loads_batches(dataset.dataset) if type(dataset) is Subset else hasattr(dataset, "__getitems__")
+    return loads_batches(dataset.dataset) if type(dataset) is Subset else isinstance(dataset, BatchedDataset)
 
 
 class KeyedDataset(Dataset[Any]):

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,7 @@ class ShardFiles(ABC):
         self._ends = np.cumsum([count for count, _ in found])
         if self._ends[-1] == 0:
             raise DataError(f"{type(self).__name__}: there is no sample in {', '.join(map(str, self.paths[:3]))}.")
+        self._open: dict[int, Any] = {}
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -45,6 +46,9 @@ class ShardFiles(ABC):
             raise DataError(
                 f"sample {number} of {self.paths[shard]} cannot be read: {type(error).__name__}: {error}"
             ) from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_open": {}}
 
     @abstractmethod
     def _find_samples(self, path: Path) -> tuple[int, Any]:
@@ -74,9 +78,15 @@ class JsonLines(ShardFiles):
         return len(starts), np.array(starts, dtype=np.int64)
 
     def _read(self, shard: int, number: int) -> Any:
-        with self.paths[shard].open("rb") as file:
-            file.seek(self._places[shard][number])
-            return json.loads(file.readline())
+        file = self._open.get(shard)
+        if file is None:
+            file = self._open[shard] = self.paths[shard].open("rb")
+        file.seek(self._places[shard][number])
+        return json.loads(file.readline())
+
+    def __del__(self) -> None:
+        for file in vars(self).get("_open", {}).values():
+            file.close()
 
 
 class ParquetRows(ShardFiles):
@@ -100,7 +110,7 @@ class ParquetRows(ShardFiles):
         super().__init__(paths)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_groups": {}}
+        return super().__getstate__() | {"_groups": {}}
 
     def _find_samples(self, path: Path) -> tuple[int, Any]:
         import pyarrow.parquet as parquet
@@ -111,8 +121,10 @@ class ParquetRows(ShardFiles):
             raise DataError(f"{path} is not a whole Parquet file: {error}") from error
         missing = set(self.columns or ()) - set(metadata.schema.to_arrow_schema().names)
         refuse(missing, f"{path} has no columns {sorted(missing)}.", DataError)
-        rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-        return metadata.num_rows, np.cumsum(rows, dtype=np.int64)
+        ends = np.cumsum(
+            [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)], dtype=np.int64
+        )
+        return metadata.num_rows, ends
 
     def _read(self, shard: int, number: int) -> Any:
         group, row = located(self._places[shard], number, "row")
@@ -150,6 +162,14 @@ class TarSamples(ShardFiles):
         sample = self._places[shard][number]
         with self.paths[shard].open("rb") as file:
             return {"__key__": sample.key} | sample.read(file)
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """A source that knows the tokens of each sample without loading it: `lengths`, shape `(len(source),)`."""
+
+    @property
+    def lengths(self) -> npt.NDArray[np.integer[Any]]: ...
 
 
 class WithLengths(Dataset[Any]):
@@ -207,7 +227,7 @@ def _length(field: str, sample: Any) -> int:
 
 
 def lengths_of(source: Any, name: str) -> Any:
-    if not hasattr(source, "lengths"):
+    if not isinstance(source, Measured):
         raise DataError(
             f"source {name!r} ({type(source).__name__}) has no attribute `lengths`, the tokens of each sample. Use "
             "WithLengths(source, measure_lengths(source)), or `dream-trainer data tokenize`."
