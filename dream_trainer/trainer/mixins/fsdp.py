@@ -33,4 +33,4 @@ class FSDPMixin(AbstractTrainer):
             runtime.parallel.shard(model, config["mesh"], self.world.refuse_if_forbidden)
         blocks = {"reshard_after_forward": self._runtime.config.fsdp_parameters.reshard_after_forward} | config
         for model in (one for one in models if one not in small):
-            shard_by_blocks(model, self.model_blocks(model), blocks, config, runtime.parallel.gradients.is_part)
+            shard_by_blocks(model, self.model_blocks(model), blocks, config, runtime.parallel.gradients.part)
