@@ -9,8 +9,6 @@ from collections.abc import Callable
 class Cadence:
     """Intervals in steps, epochs or minutes: due when the first one is over; never without any."""
 
-    __slots__ = ("_clock", "_epochs", "_seconds", "_since", "_steps", "goes_by_the_clock")
-
     def __init__(
         self,
         *,

@@ -1,5 +1,5 @@
-"""The framework's errors for mistakes in a user's code, config, data or checkpoints; and which line of a user's code an
-error or an operation comes from.
+"""The framework's errors for mistakes in a user's code, config, data or checkpoints; which line of a user's code an
+error or an operation comes from; and closing, where each owner releases its resources even if another one failed.
 
 Every class also derives from the built-in that fits, so `except ValueError` works where one expects it to."""
 
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import linecache
 import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from types import CodeType, FrameType
 
@@ -95,3 +97,29 @@ def line_of(code: CodeType, number: int) -> str:
     """File, number and, if it can be read, text of a line."""
     text = linecache.getline(code.co_filename, number).strip()
     return f"{code.co_filename}:{number}" + (f" `{text}`" if text else "")
+
+
+@contextmanager
+def followed_by(finish: Callable[[], object]) -> Iterator[None]:
+    """Calls `finish` at the end of the block; after an exception of the block, one of `finish` becomes a note of it."""
+    try:
+        yield
+    except BaseException as first:
+        try:
+            finish()
+        except Exception as later:
+            first.add_note(f"Closing continued after this, and failed again: {in_a_line(later)}")
+        raise
+    finish()
+
+
+def call_each(actions: Sequence[Callable[[], object]]) -> None:
+    """Calls every one, although others raise; then the first exception is raised, with the later ones as its notes."""
+    with ExitStack() as stack:
+        for action in reversed(actions):
+            stack.enter_context(followed_by(action))
+
+
+def in_a_line(error: BaseException) -> str:
+    """The class of an exception and the first line of its message."""
+    return f"{type(error).__name__}: {error}".split("\n")[0]

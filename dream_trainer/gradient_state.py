@@ -66,9 +66,6 @@ class GradientState:
         names = (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
         return next((self.parts[name] for name in names if name in self.parts), None)
 
-    def is_part(self, parameter: nn.Parameter) -> bool:
-        return self.part(parameter) is not None
-
     def note_collective(self, number: int) -> None:
         """A group begins the collective `number`. Ranks that run different ones would mix up what they send."""
         self.order = _followed(self.order, number)

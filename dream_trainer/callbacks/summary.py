@@ -10,12 +10,12 @@ import torch
 import torch.nn as nn
 
 from dream_trainer.checks import check_integer, refuse
-from dream_trainer.cleanup import in_a_line
 from dream_trainer.compat.pytorch import local_tensor
 from dream_trainer.config.parameter_class import is_ours
 from dream_trainer.config.serialize import leaves, to_dict
 from dream_trainer.data.loader import loader_batch_size
 from dream_trainer.distributed.world import MESH_DIMS
+from dream_trainer.errors import in_a_line
 from dream_trainer.events.callback import Callback
 from dream_trainer.modules.class_change import own_class
 from dream_trainer.nested import map_tensors

@@ -23,10 +23,9 @@ from dream_trainer.checkpoint.files import content_checksum, remove_tree, step_n
 from dream_trainer.checkpoint.manifest import Manifest, manifest_digest, newest_checkpoint, read_manifest
 from dream_trainer.checkpoint.saving import HostSaves
 from dream_trainer.checkpoint.store import KnownPlan, Snapshot, write_checkpoint
-from dream_trainer.cleanup import in_a_line
 from dream_trainer.compat.pytorch import is_dtensor, local_tensor
 from dream_trainer.distributed.ranks import Ranks, from_all_ranks, from_main_rank, on_all_ranks
-from dream_trainer.errors import CheckpointError, ConfigError
+from dream_trainer.errors import CheckpointError, ConfigError, in_a_line
 from dream_trainer.screen import logger
 
 # Bytes that are left free, or a tenth of the room: loaders' workers share the memory, and die without any.

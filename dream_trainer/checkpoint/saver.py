@@ -23,11 +23,10 @@ from dream_trainer.checkpoint.files import set_newer_aside
 from dream_trainer.checkpoint.run_directory import claim, count_training, release, trainings
 from dream_trainer.checkpoint.saving import Destination, HostSaves, Saving
 from dream_trainer.checkpoint.store import KnownPlan, Snapshot, write_checkpoint
-from dream_trainer.cleanup import call_each, in_a_line
 from dream_trainer.compat.pytorch import local_tensor, with_local
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters, OnSaveError
 from dream_trainer.distributed.ranks import Ranks, on_all_ranks
-from dream_trainer.errors import CheckpointError, StepError
+from dream_trainer.errors import CheckpointError, StepError, call_each, in_a_line
 from dream_trainer.screen import logger
 
 T = TypeVar("T")

@@ -50,20 +50,16 @@ class New:
         names |= {'project="examples"': f'project="{self.name}"', "runs/examples/": f"runs/{self.name}/"}
         packages = {"sklearn": "scikit-learn", "matplotlib": "matplotlib"}
         needed = set()
+        # In the package if a wheel installed it, next to the package in a clone.
+        above = Path(__file__).parent.parent
+        examples = above / "examples" if (above / "examples").is_dir() else above.parent / "examples"
         for path, copy in copies.items():
-            text = (examples_folder() / path).read_text(encoding="utf-8")
+            text = (examples / path).read_text(encoding="utf-8")
             needed |= {package for module, package in packages.items() if f"from {module}" in text}
             for old, new in names.items():
                 text = text.replace(old, new)
             (directory / copy).parent.mkdir(parents=True, exist_ok=True)
             (directory / copy).write_text(text, encoding="utf-8")
-            shutil.copymode(examples_folder() / path, directory / copy)
+            shutil.copymode(examples / path, directory / copy)
         print(f"{directory}: {', '.join(copies.values())}")
         print(f"next: cd {directory}; pip install {' '.join(sorted(needed))}; python train.py")
-
-
-def examples_folder() -> Path:
-    """The folder of the examples: in the package if a wheel installed it, next to the package in a clone."""
-    package = Path(__file__).parent.parent
-    installed = package / "examples"
-    return installed if installed.is_dir() else package.parent / "examples"

@@ -51,10 +51,21 @@ class Runs(Shows):
         runs.sort(key=lambda run: _order(run, self.sort))
         if self.as_json:
             print_json([{**vars(run), "record": asdict(run.record)} for run in runs])
-        elif not runs:
+            return
+        if not runs:
             print(f"{root} has no runs yet.")
-        else:
-            _print_runs(root, runs)
+            return
+        names = differing(runs)
+        hidden, names, header = names[_SHOWN_FIELDS:], names[:_SHOWN_FIELDS], _ends(names)[:_SHOWN_FIELDS]
+        if any(run.record.parent for run in runs):
+            names, header = [_PARENT, *names], [_PARENT, *header]
+        rows = [[*_row(run), *(_cells(run).get(name, "-") for name in names)] for run in runs]
+        print_table(str(root), ["run", "state", "step", "best", "took", "seen", *header], rows)
+        if hidden:
+            print(f"also different: {', '.join(hidden)}")
+        for run in runs:
+            if run.record.why and run.state != "running":
+                print(f"{run.name}: {run.state} at step {run.record.step}: {run.record.why}")
 
     def _mode(self, runs: Sequence[ListedRun]) -> str | None:
         names = sorted({name for run in runs for name in (*run.record.best, *run.last)})
@@ -71,20 +82,6 @@ class Runs(Shows):
                 "values are better. Use another order."
             )
         return mode
-
-
-def _print_runs(root: Path, runs: Sequence[ListedRun]) -> None:
-    names = differing(runs)
-    hidden, names, header = names[_SHOWN_FIELDS:], names[:_SHOWN_FIELDS], _ends(names)[:_SHOWN_FIELDS]
-    if any(run.record.parent for run in runs):
-        names, header = [_PARENT, *names], [_PARENT, *header]
-    rows = [[*_row(run), *(_cells(run).get(name, "-") for name in names)] for run in runs]
-    print_table(str(root), ["run", "state", "step", "best", "took", "seen", *header], rows)
-    if hidden:
-        print(f"also different: {', '.join(hidden)}")
-    for run in runs:
-        if run.record.why and run.state != "running":
-            print(f"{run.name}: {run.state} at step {run.record.step}: {run.record.why}")
 
 
 def _order(run: ListedRun, sort: str) -> tuple[Any, ...]:

@@ -117,9 +117,6 @@ def changed(
             refuse(key == "callbacks" and not at, f"{file} sets callbacks, which are code. Set them in the script.")
             if key not in known:
                 advice = did_you_mean(str(key), known, place=at)
-                section, _, rest = str(key).partition(".")
-                if rest and section in known:
-                    advice = f"A dot does not nest: write {rest} under {at}{section}, as in {section}: {{{rest}: ...}}."
                 raise ConfigError(f"{file} sets {at}{key}, and {cls.__name__} has no field {key}. {advice}")
             found.setdefault(key, []).append((file, value))
     asked = {

@@ -69,9 +69,6 @@ class BaseTrainerConfig:
         @dataclass
         class MyConfig(BaseTrainerConfig, SetupConfigMixin):
             learning_rate: float = 1e-3
-
-    Raises:
-        ConfigError: A value is invalid.
     """
 
     project: DirectoryName = field(default_factory=script_name)
@@ -155,8 +152,19 @@ def check_config(config: Any) -> None:
         raise ConfigError(
             f"{config!r} is not a trainer config. Pass an instance of a dataclass that inherits BaseTrainerConfig."
         )
-    for cls in type(config).__mro__:
-        _check_class(cls)
+    for cls in type(config).__mro__:  # names that would be fields if the class were decorated, or gave them a type
+        annotations = own_annotations(cls)
+        refuse(
+            annotations and "__dataclass_fields__" not in vars(cls) and issubclass(cls, BaseTrainerConfig),
+            f"{cls.__name__} declares {', '.join(annotations)} but is not a dataclass, so they are not fields. "
+            f"Put @dataclass above class {cls.__name__}.",
+        )
+        inherited = {f.name for base in cls.__mro__[1:] if is_dataclass(base) for f in fields(base)}
+        for name in sorted(inherited & set(vars(cls)) - set(annotations)):
+            raise ConfigError(
+                f"{cls.__name__}.{name} is assigned without a type, so the field keeps its old default. "
+                f"Write `{name}: <its type> = {vars(cls)[name]!r}`."
+            )
     for f in fields(config):
         if isinstance(f.default_factory, type) and is_dataclass(f.default_factory):
             check_instance(f.name, getattr(config, f.name), f.default_factory)
@@ -174,30 +182,13 @@ def _check_base(config: BaseTrainerConfig) -> None:
         check_directory(RUNS_VARIABLE, str(runs_directory()))
 
 
-def _check_class(cls: type) -> None:
-    """Finds names that would be fields if the class were decorated by `@dataclass`."""
-    annotations = own_annotations(cls)
-    refuse(
-        annotations and "__dataclass_fields__" not in cls.__dict__ and issubclass(cls, BaseTrainerConfig),
-        f"{cls.__name__} declares {', '.join(annotations)} but is not a dataclass, so they are not fields. "
-        f"Put @dataclass above class {cls.__name__}.",
-    )
-    inherited = {f.name for base in cls.__mro__[1:] if is_dataclass(base) for f in fields(base)}
-    for name in sorted(inherited & set(cls.__dict__) - set(annotations)):
-        raise ConfigError(
-            f"{cls.__name__}.{name} is assigned without a type, so the field keeps its old default. "
-            f"Write `{name}: <its type> = {cls.__dict__[name]!r}`."
-        )
-
-
 def _check_name(name: str, value: object, *, hint: str) -> None:
     """A name becomes a directory's."""
-    if not isinstance(value, str) or not value.strip():
-        raise ConfigError(f"{name}={value!r} names nothing. Use a name, such as {name}='baseline'.{hint}")
+    is_name = isinstance(value, str) and value.strip() not in ("", ".", "..")
     refuse(
-        value in (".", "..") or any(c in "/\\" or not c.isprintable() for c in value),
-        f"{name}={value!r} cannot be one directory's name, which it becomes in the run directory. "
-        "Leave out path separators and control characters.",
+        not is_name or any(c in "/\\" or not c.isprintable() for c in str(value)),
+        f"{name}={value!r} cannot be one directory's name, which it becomes in the run directory. Use a name without "
+        f"path separators and control characters, such as {name}='baseline'.{hint}",
     )
 
 

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from dream_trainer.cleanup import call_each
 from dream_trainer.data.sample_count import SampleCount
 from dream_trainer.data.stream import ValidationBatches
 from dream_trainer.data.window import DataPosition, SavedState, TrainStream, Window
 from dream_trainer.distributed.ranks import Ranks, refuse_differences
-from dream_trainer.errors import DataError
+from dream_trainer.errors import DataError, call_each
 from dream_trainer.screen import logger
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NoReturn, Self
 
 from dream_trainer.compat.pytorch import Store
-from dream_trainer.distributed.hosts import HostPlace, host_key, host_name
+from dream_trainer.distributed.hosts import HostPlace, host_name
 from dream_trainer.distributed.job import (
     LATER_SECONDS,
     LostHostError,
@@ -57,7 +57,7 @@ class Heartbeat:
         if self._closing.is_set():
             return
         with suppress(RuntimeError):  # the store has left with its rank
-            self.store_of_main.set(self._key(f"left/{self.place.number}"), "")
+            self.store_of_main.set(self.place.key(f"left/{self.place.number}"), "")
         self._closing.set()
         for thread in self._threads:
             thread.join(JOIN_SECONDS)
@@ -70,27 +70,23 @@ class Heartbeat:
         stopped: dict[int, float] = {}
         while not self._closing.wait(self._period):
             try:
-                self.store.add(self._key(f"heart/{self.place.number}"), 1)
-                beats = self.store.add(self._key(f"heart/{next_host}"), 0)
-                if self.store.check([self._key("lost")]):
-                    self._end(self.store.get(self._key("lost")).decode(), first=int(self.store.get("failed")))
-                has_left = beats == seen and self.store.check([self._key(f"left/{next_host}")])
+                self.store.add(self.place.key(f"heart/{self.place.number}"), 1)
+                beats = self.store.add(self.place.key(f"heart/{next_host}"), 0)
+                if self.store.check([self.place.key("lost")]):
+                    self._end(self.store.get(self.place.key("lost")).decode(), first=int(self.store.get("failed")))
+                has_left = beats == seen and self.store.check([self.place.key(f"left/{next_host}")])
                 self._answered = now = time.monotonic()
                 if beats != seen or has_left:
                     seen, since = beats, now
                 elif now - since > self.limit_seconds * (1.0 if self.is_training else LIMITS_OF_A_SETUP):
-                    self._end_all(self._lost(next_host, now - since))
+                    met = json.loads(self.store.get(self.place.key(f"hosts/{next_host}")))
+                    self._end_all(
+                        f"{host_name(next_host, met['name'])} has not been heard of for {now - since:.0f} s, at "
+                        f"{self.where()}: it is down, frozen, or cut off from the network"
+                    )
                 stopped = self._look_at_neighbours(stopped, now)
             except RuntimeError:  # the store is gone with its rank; ranks that talk to it fail by themselves
                 continue
-
-    def _lost(self, number: int, seconds: float) -> str:
-        # A host that has met the others, as messages name it
-        name = host_name(number, str(json.loads(self.store.get(host_key(self.place, number)))["name"]))
-        return (
-            f"{name} has not been heard of for {seconds:.0f} s, at {self.where()}: it is down, frozen, or cut off "
-            "from the network"
-        )
 
     def _look_at_neighbours(self, known: dict[int, float], now: float) -> dict[int, float]:
         """Ranks of this host whose processes are stopped, each with the time since; too long ends the job."""
@@ -108,7 +104,7 @@ class Heartbeat:
         """Ends the job for what this rank has found; the first to find anything tells the others."""
         first = first_to_fail(self.store, self.place.rank)
         if first == self.place.rank:
-            self.store.set(self._key("lost"), reason)
+            self.store.set(self.place.key("lost"), reason)
         self._end(reason, first=first)
 
     # -- the thread that needs no answer
@@ -138,6 +134,3 @@ class Heartbeat:
         if first != self.place.rank:
             time.sleep(LATER_SECONDS)
         os._exit(1)
-
-    def _key(self, what: str) -> str:
-        return f"{self.place.meeting}/{what}"

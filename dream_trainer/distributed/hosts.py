@@ -41,6 +41,9 @@ class HostPlace(NamedTuple):
     def name(self) -> str:
         return host_name(self.number, socket.gethostname())
 
+    def key(self, what: str) -> str:
+        return f"{self.meeting}/{what}"
+
 
 def host_name(number: int, name: str) -> str:
     """A host's name in messages, with its number, since several hosts may have the same name."""
@@ -68,21 +71,21 @@ def meet_hosts(store: Store, place: HostPlace, world_size: int, *, timeout_secon
         problem = str(error)
     if place.rank == place.ranks.start:
         of_host = {"name": socket.gethostname(), "problem": problem, "facts": _facts(place)}
-        store.set(host_key(place, place.number), json.dumps(of_host))
+        store.set(place.key(f"hosts/{place.number}"), json.dumps(of_host))
     if place.rank == 0:
         refusal = _refusal(store, place, timeout_seconds)
         told = None if refusal is None else [type(refusal).__name__, str(refusal)]
-        store.set(host_key(place, "verdict"), json.dumps(told))
-    store.wait([host_key(place, "verdict")], timedelta(seconds=2 * timeout_seconds))
-    verdict = json.loads(store.get(host_key(place, "verdict")))
+        store.set(place.key("hosts/verdict"), json.dumps(told))
+    store.wait([place.key("hosts/verdict")], timedelta(seconds=2 * timeout_seconds))
+    verdict = json.loads(store.get(place.key("hosts/verdict")))
     if verdict is not None:
-        all_arrive(f"{place.meeting}/know", world_size, _HEARD_SECONDS)  # the store may go with the process of rank 0
+        all_arrive(place.key("know"), world_size, _HEARD_SECONDS)  # the store may go with the process of rank 0
         kind, text = verdict
         raise {"ConfigError": ConfigError, "RanksDifferError": RanksDifferError}[kind](text)
 
 
 def _refusal(store: Store, place: HostPlace, timeout_seconds: float) -> ConfigError | RanksDifferError | None:
-    keys = [host_key(place, number) for number in range(place.n_hosts)]
+    keys = [place.key(f"hosts/{number}") for number in range(place.n_hosts)]
     try:
         store.wait(keys, timedelta(seconds=timeout_seconds))
     except RuntimeError:
@@ -121,10 +124,6 @@ def _facts(place: HostPlace) -> dict[str, str]:
         "torch": torch.__version__,
         "dream_trainer": __version__,
     } | {f"the digest of {name}'s code": digest for name, digest in code.items()}
-
-
-def host_key(place: HostPlace, what: int | str) -> str:
-    return f"{place.meeting}/hosts/{what}"
 
 
 # -- The address where other hosts reach this one: found, or refused, before a process group waits for it in vain.

@@ -44,21 +44,18 @@ class _Job:
     has_told = False  # why this rank stops
 
 
-_job = _Job()
-
-
 def store_for_group(number: int, rank: int, world_size: int, timeout: timedelta) -> Store:
     """The store for this process's `number`-th group, under its own prefix; connects on the first call."""
-    if _job.store is None:
-        _job.store, agent_hosts = _connect(rank, world_size, timeout)
-        _job.attempt = _agree_on_attempt(_job.store, rank, world_size, timeout) if agent_hosts else "dream_trainer"
-    return PrefixStore(f"{_job.attempt}/{number}", _job.store)
+    if _Job.store is None:
+        _Job.store, agent_hosts = _connect(rank, world_size, timeout)
+        _Job.attempt = _agree_on_attempt(_Job.store, rank, world_size, timeout) if agent_hosts else "dream_trainer"
+    return PrefixStore(f"{_Job.attempt}/{number}", _Job.store)
 
 
 def job_store(*, for_thread: bool = False) -> Store | None:
     """The keys of this attempt; None where no process group was made here. A connection serves one thread at a time."""
-    store = _job.store
-    return None if store is None else PrefixStore(_job.attempt, connect_again(store) if for_thread else store)
+    store = _Job.store
+    return None if store is None else PrefixStore(_Job.attempt, connect_again(store) if for_thread else store)
 
 
 def all_arrive(where: str, n_ranks: int, timeout_seconds: float, *, times: int = 1, waits_for: str = "") -> bool:
@@ -151,7 +148,7 @@ def leave_lost_job() -> None:
     except RuntimeError:
         why = "because the process that hosted the job's store is gone"
     with contextlib.suppress(RuntimeError):  # this rank was writing a line itself
-        if not _job.has_told:
+        if not _Job.has_told:
             sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] stops {why}.\n")
         sys.stderr.flush()
         sys.stdout.flush()
@@ -185,15 +182,15 @@ def _dead(exc: BaseException, store: Store | None, world_size: int) -> int | Non
 def describe(exc: BaseException) -> str:
     """Describes an exception: itself, the place in the user's code, and the calls from there on."""
     lines = [f"{type(exc).__name__}: {exc}"]
-    frames = traceback.extract_tb(exc.__traceback__)
+    report = traceback.TracebackException.from_exception(exc)
+    frames = report.stack
     users = [frame for frame in frames if is_own(frame.filename)]
     if users:
         place = users[-1]
         lines.append(f"  in {place.name}, {place.filename}:{place.lineno}: {place.line}")
-    report = traceback.TracebackException.from_exception(exc)
     # The calls from fit() down to the user's step are the same for every mistake.
     outside_package = (index for index, frame in enumerate(frames) if not Path(frame.filename).is_relative_to(PACKAGE))
-    report.stack = traceback.StackSummary.from_list(report.stack[next(outside_package, 0) :])
+    report.stack = traceback.StackSummary.from_list(frames[next(outside_package, 0) :])
     return "\n".join(lines) + "\n" + "".join(report.format())
 
 
@@ -212,7 +209,7 @@ def tell_failure(exc: BaseException, report: str, *, rank: int, first: int) -> N
     else:
         because = f" (here: {reason})" if not is_lost_connection(exc) else ""
         sys.stderr.write(f"[rank {rank}] stops because of rank {first}{because}.\n")
-    _job.has_told = True
+    _Job.has_told = True
     sys.stderr.flush()
     sys.stdout.flush()
 
@@ -244,7 +241,7 @@ class LostHostError(RuntimeError):
 
 
 def announce(store: Store, rank: int) -> None:
-    store.set(_key(rank), f"{os.getpid()} {socket.gethostname()}")
+    store.set(f"process/{rank}", f"{os.getpid()} {socket.gethostname()}")
 
 
 def is_lost_connection(exc: BaseException) -> bool:
@@ -256,7 +253,7 @@ def dead_ranks(store: Store, world_size: int) -> dict[int, str]:
     """The dead ranks of this host, with descriptions of their processes; looks until one is found."""
     this_host = socket.gethostname()
     deadline = time.monotonic() + LOOK_FOR_SECONDS
-    processes = {rank: store.get(_key(rank)).decode().split(" ", 1) for rank in range(world_size)}
+    processes = {rank: store.get(f"process/{rank}").decode().split(" ", 1) for rank in range(world_size)}
     while True:
         dead = {
             rank: f"process {number} on {host}"
@@ -292,7 +289,7 @@ def _state(number: int) -> str | None:
 
 def announced_processes(store: Store, ranks: Sequence[int]) -> dict[int, int]:
     """The process numbers of `ranks`; none until all of them have announced themselves."""
-    keys = [_key(rank) for rank in ranks]
+    keys = [f"process/{rank}" for rank in ranks]
     if not store.check(keys):
         return {}
     return {rank: int(store.get(key).split()[0]) for rank, key in zip(ranks, keys, strict=True)}
@@ -301,7 +298,3 @@ def announced_processes(store: Store, ranks: Sequence[int]) -> dict[int, int]:
 def is_stopped(number: int) -> bool:
     """Whether a process of this host was stopped by a signal (Linux)."""
     return _state(number) == "T"
-
-
-def _key(rank: int) -> str:
-    return f"process/{rank}"

@@ -64,9 +64,7 @@ class Ranks:
     @property
     def counts_samples(self) -> bool:
         """Whether this rank counts its samples, so that ranks with parts of the same samples count each once."""
-        return self.stages == self.sample_copies == 1 or (
-            self.rank % self.sample_copies == 0 and self._is_of_last_stages
-        )
+        return self.rank % self.sample_copies == 0 and self._is_of_last_stages
 
     @property
     def _is_of_last_stages(self) -> bool:

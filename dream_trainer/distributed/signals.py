@@ -41,17 +41,16 @@ class _Forked:
     is_relaying = False  # and would write the signals that it gets into this process's pipe
 
 
-_forked = _Forked()
-os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1) if _forked.is_relaying else None)
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1) if _Forked.is_relaying else None)
 
 
 @contextmanager
 def starting_workers() -> Iterator[None]:
-    _forked.is_worker = True
+    _Forked.is_worker = True
     try:
         yield
     finally:
-        _forked.is_worker = False
+        _Forked.is_worker = False
 
 
 def outlive_job(*_: object) -> None:
@@ -144,7 +143,7 @@ class Signals:
         if os.getpid() != self._pid:
             # A forked child that kept the handler. SIGTERM is how its parent ends it (`Process.terminate`, `Pool`);
             # the others come to the whole process group, and a loader's worker outlives them.
-            if number in TERMINATING and _forked.is_worker:
+            if number in TERMINATING and _Forked.is_worker:
                 outlive_job()
             elif number in TERMINATING:
                 signal.signal(number, self._before[number] or signal.SIG_DFL)
@@ -205,14 +204,14 @@ def relayed(signals: Signals, store: Store | None) -> Iterator[None]:
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    before, _forked.is_relaying = signal.set_wakeup_fd(writer, warn_on_full_buffer=False), True
+    before, _Forked.is_relaying = signal.set_wakeup_fd(writer, warn_on_full_buffer=False), True
     thread = threading.Thread(target=_relay, args=(signals, store, reader), name="signal relay", daemon=True)
     thread.start()
     try:
         yield
     finally:
         signal.set_wakeup_fd(before)
-        _forked.is_relaying = False
+        _Forked.is_relaying = False
         os.write(writer, bytes([_CLOSE]))
         thread.join(JOIN_SECONDS)  # it may be held by a store whose host is gone
         os.close(reader)
@@ -232,11 +231,11 @@ def _relay(signals: Signals, store: Store, reader: int) -> None:
                 if _CLOSE in numbers:
                     return
                 for number in numbers & {*_HANDLED} - sent_by_us:
-                    counts[number] = store.add(_key(number), 1)
+                    counts[number] = store.add(f"signal/{number}", 1)
                 sent_by_us -= numbers
             elif signals.waits_for() > LOOK_SECONDS:
                 for number in () if signals.requests.ends_by_signal else _HANDLED:
-                    before, counts[number] = counts.get(number, 0), store.add(_key(number), 0)
+                    before, counts[number] = counts.get(number, 0), store.add(f"signal/{number}", 0)
                     if counts[number] == before:
                         continue
                     if number == signal.SIGHUP:  # here it may be ignored, as nohup has it
@@ -246,10 +245,6 @@ def _relay(signals: Signals, store: Store, reader: int) -> None:
                     os.kill(os.getpid(), number)
             elif signals.requests.save_is_known:
                 signals.requests.save_is_known = False
-                counts[signal.SIGUSR1] = store.add(_key(signal.SIGUSR1), 0)  # the other signals are still new
+                counts[signal.SIGUSR1] = store.add(f"signal/{signal.SIGUSR1}", 0)  # the other signals are still new
         except RuntimeError:  # the store is gone, and with it the job
             return
-
-
-def _key(number: int) -> str:
-    return f"signal/{number}"

@@ -15,10 +15,9 @@ from typing import Any
 
 from dream_trainer.cadence import Cadence
 from dream_trainer.checks import refuse
-from dream_trainer.cleanup import followed_by
 from dream_trainer.config.logger_parameters import LoggerParameters, logger_entry
 from dream_trainer.distributed.ranks import Ranks
-from dream_trainer.errors import ConfigError, HookError
+from dream_trainer.errors import ConfigError, HookError, followed_by
 from dream_trainer.events.collection import numbered
 from dream_trainer.loggers.buffer import Flight, Record, Records, Scalar, Stamp, TrainingRecord
 from dream_trainer.loggers.interface import Logger, Media, MediaLog

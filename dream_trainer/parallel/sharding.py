@@ -36,7 +36,7 @@ def shard_by_blocks(
     blocks: Sequence[nn.Module],
     config: dict[str, Any],
     root: dict[str, Any],
-    is_part: Callable[[nn.Parameter], bool],
+    is_part: Callable[[nn.Parameter], object],
 ) -> None:
     """Wraps each block, then the root, with `fully_shard`, and leaves out scalars and what an axis has divided."""
     from torch.distributed.fsdp import fully_shard

@@ -21,7 +21,7 @@ from dream_trainer.config.checkpoint_parameters import BranchParameters
 from dream_trainer.config.parameter_class import is_ours
 from dream_trainer.config.serialize import difference
 from dream_trainer.errors import CheckpointError, ConfigError, HookError
-from dream_trainer.optim.learning_rates import set_token_origin, token_origins
+from dream_trainer.optim.learning_rates import TokenLR
 from dream_trainer.trainer.registry import Scheduler
 
 ANOTHER_RUN = (
@@ -64,7 +64,7 @@ class ResumedRates:
         schedulers = self._schedulers()
         return {
             "rate_caps": {name: self._caps[one] for name, one in schedulers.items() if one in self._caps},
-            "token_origins": token_origins(schedulers),
+            "token_origins": {name: one.origin[0] for name, one in schedulers.items() if isinstance(one, TokenLR)},
             "built_schedules": {
                 name: {"kind": _kind(one), "state": self._built[one]}
                 for name, one in schedulers.items()
@@ -130,7 +130,8 @@ class ResumedRates:
         then = shared["progress"].get("tokens_seen", 0)
         for name, scheduler in self._schedulers().items():
             passed = 0 if branch.schedule == "new" else then - shared.get("token_origins", {}).get(name, 0)
-            set_token_origin(scheduler, tokens_seen - passed)
+            if isinstance(scheduler, TokenLR):
+                scheduler.origin[0] = tokens_seen - passed
         for name, one in self._outermost() if is_built_again else ():
             is_new = one is not schedulers[name]
             if isinstance(one, LambdaLR):  # one by tokens has its origin only now

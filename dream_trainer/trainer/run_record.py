@@ -20,12 +20,11 @@ from dream_trainer.checkpoint.files import named_step, step_directories
 from dream_trainer.checkpoint.manifest import MANIFEST_NAME, is_checkpoint, read_manifest
 from dream_trainer.checkpoint.run_directory import is_claimed
 from dream_trainer.checks import listed
-from dream_trainer.cleanup import in_a_line
 from dream_trainer.config.config_files import RECORD_NAME, SAVED_NAME as CONFIG_NAME, read_plain
 from dream_trainer.config.serialize import leaves, to_dict
 from dream_trainer.distributed.hosts import own_code
 from dream_trainer.distributed.job import dead_ranks, describe, is_lost_connection, is_running, job_store
-from dream_trainer.errors import CheckpointError, ConfigError
+from dream_trainer.errors import CheckpointError, ConfigError, in_a_line
 from dream_trainer.loggers.buffer import Stamp
 from dream_trainer.loggers.line_files import json_ready, replace_file
 from dream_trainer.screen import format_duration, show

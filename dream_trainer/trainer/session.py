@@ -11,7 +11,6 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NoReturn, TypedDict
 
-from dream_trainer.cleanup import call_each, followed_by, in_a_line
 from dream_trainer.compat.pytorch import enable_flight_recorder
 from dream_trainer.config.checkpoint_parameters import ALL_KEPT
 from dream_trainer.config.trainer_config import change_training_parameters, let_go
@@ -19,9 +18,9 @@ from dream_trainer.distributed.job import is_lost_connection
 from dream_trainer.distributed.ranks import refuse_differences
 from dream_trainer.distributed.seeds import hash_seed, seed_everything
 from dream_trainer.distributed.world import choose_device, close_at_exit, environment_ranks
-from dream_trainer.errors import ConfigError, NonFiniteError, StepError
+from dream_trainer.errors import ConfigError, NonFiniteError, StepError, call_each, followed_by, in_a_line
 from dream_trainer.events.collection import Timed
-from dream_trainer.optim.learning_rates import set_token_origin
+from dream_trainer.optim.learning_rates import TokenLR
 from dream_trainer.screen import logger
 from dream_trainer.trainer.data_setup import connect_data, planned_steps
 from dream_trainer.trainer.event_table import anyone_listens, event_table, notify
@@ -297,7 +296,8 @@ def _build_schedulers_again(runtime: Runtime, *, before: str) -> None:
         group.update(kept)
         set_rate(group, rate)  # in place: a captured step has the tensor
     for name, scheduler in schedulers.items():
-        set_token_origin(scheduler, shared["token_origins"].get(name, 0))
+        if isinstance(scheduler, TokenLR):
+            scheduler.origin[0] = shared["token_origins"].get(name, 0)
     for line in rates.go_on(shared, ALL_KEPT):
         if runtime.world.is_main:
             logger.warning("%s", line)

@@ -153,7 +153,6 @@ def test_what_a_class_has_no_default_for_comes_as_a_flag_in_any_form() -> None:
             "[training_parameters]\nn_epoch = 3",
             r"a\.toml sets training_parameters\.n_epoch, .*Did you mean training_parameters\.n_epochs\?",
         ),
-        ("a.yaml", "schedule.name: cosine", r"A dot does not nest: write name under schedule, as in schedule: {name: "),
         ("a.yaml", "schedule: {warmup: 3}", r"Did you mean schedule\.warmup_steps\?"),
         ("a.yaml", "learning_rate: fast", "a.yaml sets learning_rate to 'fast'. It takes float."),
         ("a.yaml", "training_parameters: {max_time: 1:30}", r"max_time to '1:30'. It takes Optional\[datetime"),

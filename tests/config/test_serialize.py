@@ -88,7 +88,7 @@ def test_code_is_recorded_by_name_and_not_restored() -> None:
         ({"training_parameters": {"fast_dev_run": "False"}}, "of type str, not bool"),
         ({"training_parameters": {"n_epochs": -1}}, "n_epochs=-1 is too small"),
         ({"dtype": "float99"}, "not a dtype"),
-        ({"project": ""}, "names nothing"),
+        ({"project": ""}, "cannot be one directory"),
     ],
 )
 def test_data_that_does_not_fit_is_named(change: dict[str, Any], message: str) -> None:

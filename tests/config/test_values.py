@@ -39,7 +39,7 @@ def test_every_field_refuses_a_value_of_another_type(cls: Any) -> None:
 @pytest.mark.pitfall(53)
 @pytest.mark.parametrize("cls", CLASSES)
 def test_it_cannot_be_changed_after_it_was_built(cls: Any) -> None:
-    with pytest.raises(FrozenInstanceError, match=r"cannot be changed\. Make a changed copy, dataclasses\.replace"):
+    with pytest.raises(FrozenInstanceError):
         setattr(cls(), fields(cls)[0].name, 3)
 
 

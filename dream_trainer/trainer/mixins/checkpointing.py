@@ -32,7 +32,6 @@ from dream_trainer.checkpoint.saver import HostCopies, Moment, Saver
 from dream_trainer.checkpoint.saving import HostSaves
 from dream_trainer.checkpoint.store import read_shared
 from dream_trainer.checks import check_choice
-from dream_trainer.cleanup import followed_by
 from dream_trainer.compat.compiler import compiled_original
 from dream_trainer.config.checkpoint_parameters import (
     ALL_KEPT,
@@ -43,7 +42,7 @@ from dream_trainer.config.checkpoint_parameters import (
 )
 from dream_trainer.distributed.ranks import Ranks, on_all_ranks
 from dream_trainer.distributed.world import on_host, ranks_of_host
-from dream_trainer.errors import CheckpointError, ConfigError
+from dream_trainer.errors import CheckpointError, ConfigError, followed_by
 from dream_trainer.events.callback import AveragingCallback, averages_to_export
 from dream_trainer.modules.metrics import higher_is_better
 from dream_trainer.screen import logger

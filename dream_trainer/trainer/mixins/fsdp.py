@@ -33,4 +33,4 @@ class FSDPMixin(AbstractTrainer):
             if is_whole_in_steps(runtime, model):
                 runtime.parallel.shard(model, config["mesh"], self.world.refuse_if_forbidden)
             else:
-                shard_by_blocks(model, self.model_blocks(model), blocks, config, runtime.parallel.gradients.is_part)
+                shard_by_blocks(model, self.model_blocks(model), blocks, config, runtime.parallel.gradients.part)

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from dream_trainer.cleanup import followed_by
 from dream_trainer.config.logger_parameters import LoggerConfigMixin, LoggerParameters
 from dream_trainer.config.serialize import to_dict
 from dream_trainer.config.trainer_config import BaseTrainerConfig
+from dream_trainer.errors import followed_by
 from dream_trainer.loggers.buffer import Scalar, Stamp, TrainingRecord
 from dream_trainer.loggers.interface import Logger
 from dream_trainer.loggers.line_files import ConsoleLogger

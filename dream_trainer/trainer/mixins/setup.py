@@ -124,7 +124,7 @@ class SetupMixin(AbstractTrainer):
         super().apply_replicate(mesh)
         if not _wraps_replicas(self._runtime):
             return
-        config, is_part = {"mesh": mesh} | sharding_keywords(self._runtime), self._runtime.parallel.gradients.is_part
+        config, is_part = {"mesh": mesh} | sharding_keywords(self._runtime), self._runtime.parallel.gradients.part
         for model in self._runtime.registry.trainable_models():
             shard_by_blocks(model, self.model_blocks(model), config, config, is_part)
 
