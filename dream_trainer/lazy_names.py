@@ -23,8 +23,13 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
         if name in packages:
             return import_module(f"{package}.{name}")
         if name not in homes:
+            inside = () if name.startswith("_") else packages
+            places = [place for place in inside if name in dir(import_module(f"{package}.{place}"))]
+            hint = "".join(f". It is {package}.{place}.{name}" for place in places[:1])
             # Given these, Python names what is spelled alike.
-            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=module)
+            raise AttributeError(
+                f"module {package!r} has no attribute {name!r}{hint}", name=name, obj=sys.modules[package]
+            )
         return vars(import_module(homes[name]))[name]
 
     return load, lambda: names, names

@@ -14,11 +14,27 @@ import dataclasses
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+
+
+@runtime_checkable
+class Movable(Protocol):
+    """An object that knows by itself how to get to a device, e.g. `PackedSequence`, `TensorDict`."""
+
+    def to(self, device: torch.device) -> Any:
+        """The object on `device`."""
+
+
+@runtime_checkable
+class NamedTupleLike(Protocol):
+    """The interface of every `collections.namedtuple`."""
+
+    @classmethod
+    def _make(cls, iterable: Iterable[Any], /) -> Self: ...
 
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
@@ -35,11 +51,25 @@ def to_device(tree: Any, device: torch.device) -> Any:
     own `.to` is asked to move itself, except dicts and `UserDict`s: `BatchEncoding.to` changes the caller's batch in
     place.
     """
-    if type(tree) is Tensor:
+    kind = type(tree)
+    if kind is Tensor:
         return tree if tree.device == device else _copied(tree, device)
+    # The usual batches, unrolled: a lambda for each level costs more than the checks themselves.
+    if kind is dict:
+        moved = {key: to_device(value, device) for key, value in tree.items()}
+        for key in tree:
+            if moved[key] is not tree[key]:
+                return moved
+        return tree
+    if kind is tuple or kind is list:
+        items = [to_device(value, device) for value in tree]
+        for new, old in zip(items, tree, strict=True):
+            if new is not old:
+                return items if kind is list else tuple(items)
+        return tree
     if isinstance(tree, Tensor):
         return tree.to(device, non_blocking=tree.is_pinned())
-    if not isinstance(tree, (dict, UserDict)) and callable(getattr(tree, "to", None)):
+    if isinstance(tree, Movable) and not isinstance(tree, (dict, UserDict)):
         return tree.to(device)
     return map_children(lambda child: to_device(child, device), tree)
 
@@ -71,7 +101,15 @@ def concatenated(trees: Sequence[Any], say_uneven: Callable[[list[Any]], None]) 
 
 
 def average(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Averages dicts of numbers, 0-dim tensors or further such dicts key by key, over the records that have the key."""
+    """Averages nested dicts of numbers key by key.
+
+    Args:
+        records: Dicts of numbers, 0-dim tensors or further such dicts. A key that some of them lack is averaged over
+            those that have it.
+
+    Raises:
+        TypeError: A key holds a number in one record and a dict in another.
+    """
     columns: dict[str, list[Any]] = {}
     for record in records:
         for key, value in record.items():
@@ -97,7 +135,7 @@ def map_children(visit: Callable[[Any], Any], tree: Any) -> Any:
         items = [visit(value) for value in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
-        return tree._make(items) if isinstance(tree, tuple) and hasattr(tree, "_make") else type(tree)(items)
+        return tree._make(items) if isinstance(tree, tuple) and isinstance(tree, NamedTupleLike) else type(tree)(items)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         values = {field.name: attrgetter(field.name)(tree) for field in dataclasses.fields(tree)}
         changed = {name: new for name, old in values.items() if (new := visit(old)) is not old}

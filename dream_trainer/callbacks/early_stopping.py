@@ -21,9 +21,10 @@ from dream_trainer.trainer.abstract import AbstractTrainer
 class EarlyStopping(Callback):
     """Stops training after `patience` validations in a row without an improvement.
 
-    An improvement is a value better than the best one by more than `min_delta`; NaN never is. Counts are saved: a
-    stopped run that resumes ends again at once, unless you raised `patience`. A run that begins from another one's
-    checkpoint has full patience. Sanity validations and `evaluate` do not count.
+    An improvement is a value better than the best one by more than `min_delta`; NaN never is. All ranks see the same
+    metrics, so they stop at the same step. Counts are saved: a resumed run keeps its patience, and a stopped run ends
+    again at once, unless you raised `patience`. A run that begins from another one's checkpoint has
+    full patience. Sanity validations and `evaluate` do not count.
 
     Args:
         metric: Name of a validation metric, as it is logged. None for `best_metric` of the config's

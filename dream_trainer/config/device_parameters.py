@@ -21,7 +21,14 @@ _SETTINGS = {"pp": "pipeline_parallel", "cp": "context_parallel", "tp": "tensor_
 
 @parameters
 class DeviceParameters:
-    """Device and parallelism of a run. The default fits one process and any `torchrun`."""
+    """Device and parallelism of a run. The default fits one process and any `torchrun`.
+
+    `single_device()`, `ddp()`, `fsdp()` and `hsdp()` set `dp_replicate` and `dp_shard` and leave every other field at
+    its default; `dataclasses.replace(DeviceParameters.fsdp(), precision="bf16")` sets more.
+
+    Raises:
+        ConfigError: A value is invalid on any machine. `resolve_mesh` checks whether it fits this world.
+    """
 
     device: DeviceType = "auto"
     """Kind of device. "auto" takes the machine's accelerator, or the CPU if there is none."""
@@ -98,13 +105,22 @@ class DeviceParameters:
 
     @classmethod
     def fsdp(cls, **fields: Any) -> Self:
-        """One copy of the model, sharded over all ranks (FSDPMixin). `dp_replicate=1, dp_shard="auto"` and `fields`."""
+        """One copy of the model, sharded over all ranks (FSDPMixin). `dp_replicate=1, dp_shard="auto"`, and `fields`.
+
+        Example:
+            `DeviceParameters.fsdp(precision="bf16", compile=True)`
+        """
         return cls(dp_replicate=1, dp_shard="auto", **fields)
 
     @classmethod
     def hsdp(cls, dp_shard: int = 8, **fields: Any) -> Self:
-        """Groups of `dp_shard` ranks, such as the GPUs of a host, share a copy of the model each (FSDPMixin).
-        `dp_replicate="auto"`, and `fields`."""
+        """Groups of ranks share a copy of the model each (FSDPMixin); gradients are averaged between the groups.
+
+        Args:
+            dp_shard: Ranks of a group; it must divide the number of data-parallel ranks. 8 is the number of GPUs in a
+                common host.
+            **fields: Further fields of DeviceParameters.
+        """
         return cls(dp_replicate="auto", dp_shard=dp_shard, **fields)
 
 

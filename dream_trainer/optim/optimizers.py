@@ -61,7 +61,11 @@ def values_in_whole(model: nn.Module) -> int:
 
 @parameters
 class GroupParameters:
-    """Parameters, found by pattern, with a different learning rate or weight decay."""
+    """Parameters, found by pattern, with a different learning rate or weight decay.
+
+    Raises:
+        ConfigError: A value is invalid, or `lr` and `lr_scale` are both given.
+    """
 
     pattern: str
     """Regular expression, searched for in the parameter's name: "^head\\." finds `head.weight` and `head.bias`."""
@@ -133,12 +137,17 @@ def parameter_groups(
     For a model that is cut into stages these are the whole model's groups; they are empty if the stage has none of
     their parameters.
 
+    With `layer_decay` = d and L blocks, the rate of block l (1 to L, in order) is `lr * d**(L + 1 - l)`. That of
+    embeddings and everything registered before the first block is `lr * d**(L + 1)`, and that of everything after the
+    last one `lr`. This is the layer-wise decay of BEiT (Bao et al. 2021, arXiv 2106.08254), after ELECTRA's. Parameters
+    between two blocks have the rate of the block before them.
+
     Args:
         model: The model, sharded or not. Frozen parameters are left out.
         lr: Learning rate.
         weight_decay: Weight decay of parameters that decay.
         groups: Pattern groups; the first that matches a parameter decides.
-        layer_decay: Factor of the rate from block to block, above 0 to 1 (docs/optimizers.md#groups has the formula).
+        layer_decay: Factor of the rate from block to block, above 0 to 1.
         decay_vectors: Whether parameters of fewer than two dimensions and normalisation weights decay.
         decay_embeddings: Whether tables of `nn.Embedding` and `nn.EmbeddingBag` decay.
         blocks: The repeated blocks, lowest first; by default those that sharding finds.
@@ -282,6 +291,9 @@ class OptimizerParameters:
 
     A hyperparameter at None has PyTorch's own default for that optimizer. A hyperparameter that the named optimizer
     does not take raises an error.
+
+    Raises:
+        ConfigError: A value is invalid, or the named optimizer does not take it.
     """
 
     name: OptimizerName = "adamw"

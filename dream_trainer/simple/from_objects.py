@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
@@ -95,6 +95,7 @@ class Trainer:
         progress: Whether to print a line after each epoch, and each validation of `val_every_n_steps`.
 
     Raises:
+        ConfigError: A value is invalid.
         DataError: `train` or `val` is no data, or could be samples as well as batches.
     """
 
@@ -365,6 +366,20 @@ def _close_and_remove(dream: ObjectsTrainer, scratch: Path | None) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+@runtime_checkable
+class MapStyle(Protocol):
+    def __getitem__(self, index: int, /) -> Any: ...
+
+    def __len__(self) -> int: ...
+
+
+@runtime_checkable
+class Array(Protocol):
+    """Samples along a first dimension: a tensor, numpy's array, a table of pandas."""
+
+    def __array__(self) -> Any: ...
+
+
 class LoaderOptions(NamedTuple):
     """Batch size of a rank, whether each epoch has a different order, and the type that float64 arrays get."""
 
@@ -396,7 +411,7 @@ def as_loader(data: Any, options: LoaderOptions, name: str) -> Any:
 
 def _dataset(data: Any, options: LoaderOptions, name: str) -> Any:
     """`data` as a dataset by number; None if it is not made of samples."""
-    if _is_array(data):
+    if isinstance(data, Array):
         return _tensor(data, options)
     if isinstance(data, Mapping | tuple):
         parts = [*data.values()] if isinstance(data, Mapping) else [*data]
@@ -409,21 +424,15 @@ def _dataset(data: Any, options: LoaderOptions, name: str) -> Any:
         return TensorDataset(*arrays)
     if isinstance(data, list):
         _refuse_doubtful(data, name)
-    is_by_number = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    return data if is_by_number and not isinstance(data, str | bytes | type) else None
+    return data if isinstance(data, MapStyle) and not isinstance(data, str | bytes | type) else None
 
 
 def _named(names: list[str], samples: list[tuple[Tensor, ...]]) -> dict[str, Any]:
     return dict(zip(names, default_collate(samples), strict=True))
 
 
-def _is_array(data: Any) -> bool:
-    """Samples along a first dimension: a tensor, numpy's array, a table of pandas."""
-    return hasattr(data, "__array__")
-
-
 def _are_arrays(parts: Iterable[Any]) -> bool:
-    kinds = [_is_array(part) for part in parts]
+    kinds = [isinstance(part, Array) for part in parts]
     return bool(kinds) and all(kinds)
 
 
@@ -458,6 +467,6 @@ class _Made:
 
 def as_rows(data: Any) -> Any:
     """A list of rows of numbers, or of arrays of one dimension, as one array; anything else as it is."""
-    are_rows = isinstance(data, list) and data and all(isinstance(row, list) or _is_array(row) for row in data)
+    are_rows = isinstance(data, list) and data and all(isinstance(row, list | Array) for row in data)
     rows = [np.asarray(row) for row in data] if are_rows else []
     return np.stack(rows) if rows and all(row.ndim == 1 and row.dtype.kind in "biuf" for row in rows) else data

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import dream_trainer
+
 PROGRAM = (
     "from dream_trainer.config.trainer_config import BaseTrainerConfig, check_config\n"
     "check_config(BaseTrainerConfig(project='p', group='g', experiment='e'))\n"
@@ -81,7 +83,11 @@ def test_the_public_packages_are_attributes_that_load_on_first_use() -> None:
     ]
 
 
-def test_a_misspelt_name_is_answered_with_the_nearest() -> None:
+def test_a_name_that_lies_deeper_or_is_misspelt_is_told_where_it_is() -> None:
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'LearningRate'\. It is dream_trainer\.callbacks\.LearningRate"
+    ):
+        dream_trainer.LearningRate  # type: ignore[attr-defined]
     program = "import dream_trainer as dt\ndt.DreamTrainr"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.stderr.rstrip().endswith("Did you mean: 'DreamTrainer'?")
