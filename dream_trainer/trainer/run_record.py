@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from itertools import zip_longest
 from pathlib import Path
@@ -350,7 +350,10 @@ class RunRecorder:
             record.failed_rank, rank = None, f"a rank is gone that said nothing: {rank}"
         self._write("failed", rank + in_a_line(exc))
         # This takes a while, so a message comes first.
-        gone = _gone(runtime.world.world_size) if is_consequence else {}
+        gone: dict[int, str] = {}
+        if is_consequence and (store := job_store()) is not None:
+            with suppress(RuntimeError):  # the store went away with the rank that hosted it
+                gone = dead_ranks(store, runtime.world.world_size)
         if gone:
             record.failed_rank = next(iter(gone))
             named = ", ".join(f"rank {number} ({process})" for number, process in gone.items())
@@ -367,7 +370,8 @@ class RunRecorder:
         if start is not None:  # on rank 0, once it has begun to train
             start.seen, start.last_step = record.seen, progress.global_step
             start.validation, start.saving = runtime.window.validation_seconds, runtime.saver.seconds
-            start.data, start.ranks = runtime.data.feed.seconds_waiting, runtime.parallel.gradients.own_time.waited
+            start.data, own_time = runtime.data.feed.seconds_waiting, runtime.parallel.gradients.own_time
+            start.ranks = own_time.waited if runtime.world.world_size > 1 else 0.0
             record.times = [*self._times, asdict(start)]
         with self._guarded():
             write_record(runtime.run_dir, record)
@@ -386,14 +390,6 @@ class RunRecorder:
             yield
         except (OSError, ConfigError) as error:
             self._runtime.warn_once("run record", f"the run's record of itself is not written: {in_a_line(error)}")
-
-
-def _gone(world_size: int) -> dict[int, str]:
-    store = job_store()
-    try:
-        return {} if store is None else dead_ranks(store, world_size)
-    except RuntimeError:  # the store went away with the rank that hosted it
-        return {}
 
 
 def _own_code() -> dict[str, str]:
