@@ -243,6 +243,13 @@ class OverlappedAveraging(Averaging):
         self._begin()
         self._hooks: dict[Tensor, RemovableHandle] = {}
 
+    def _begin(self) -> None:
+        self._window: list[tuple[Bucket, list[nn.Parameter]]] = []
+        self._number: dict[Tensor, int] = {}  # the place in `_window` of each parameter
+        self._awaited: list[set[Tensor]] = []
+        self._sent: list[Sent] = []
+        self._early: list[tuple[nn.Parameter, Tensor, int]] = []  # values sent in a backward, as they were then
+
     @property
     def is_on_the_way(self) -> bool:
         return bool(self._sent)
@@ -289,13 +296,6 @@ class OverlappedAveraging(Averaging):
         for hook in self._hooks.values():
             hook.remove()
         self.forget()
-
-    def _begin(self) -> None:
-        self._window: list[tuple[Bucket, list[nn.Parameter]]] = []
-        self._number: dict[Tensor, int] = {}  # the place in `_window` of each parameter
-        self._awaited: list[set[Tensor]] = []
-        self._sent: list[Sent] = []
-        self._early: list[tuple[nn.Parameter, Tensor, int]] = []  # values sent in a backward, as they were then
 
     def _send_next(self, tail: Tensor | None) -> None:
         number = len(self._sent)
