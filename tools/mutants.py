@@ -1731,8 +1731,8 @@ MUTANTS = [
     Mutant(
         "every rank's clock makes a validation due",
         "dream_trainer/trainer/runtime.py",
-        "world.is_main and schedule",
-        "schedule",
+        "goes_by_the_clock and world.is_main and schedule",
+        "goes_by_the_clock and schedule",
         "tests/trainer/test_loop_ranks.py -k rank_0s_clock",
     ),
     Mutant(

@@ -125,6 +125,7 @@ class Schedule:
             minutes=parameters.val_every_minutes,
         )
         self._limit_seconds = None if parameters.max_time is None else parameters.max_time.total_seconds()
+        self.goes_by_the_clock = self._limit_seconds is not None or self.validations.goes_by_the_clock
         self.epoch_steps = 1 if parameters.fast_dev_run else parameters.train_steps_per_epoch
         self._max_epochs = _limit(parameters.epoch_limit)
         self.max_steps = _limit(1 if parameters.fast_dev_run else parameters.max_steps)

@@ -370,8 +370,7 @@ class RunRecorder:
         if start is not None:  # on rank 0, once it has begun to train
             start.seen, start.last_step = record.seen, progress.global_step
             start.validation, start.saving = runtime.window.validation_seconds, runtime.saver.seconds
-            start.data, own_time = runtime.data.feed.seconds_waiting, runtime.parallel.gradients.own_time
-            start.ranks = own_time.waited if runtime.world.world_size > 1 else 0.0
+            start.data, start.ranks = runtime.data.feed.seconds_waiting, runtime.parallel.gradients.own_time.waited
             record.times = [*self._times, asdict(start)]
         with self._guarded():
             write_record(runtime.run_dir, record)

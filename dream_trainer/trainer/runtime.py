@@ -59,7 +59,8 @@ class Coordinator:
         self._clocks = 0  # a bit for each timed callback that was due
 
     def begin(self, world: World, saver: Saving, gradients: GradientState, timed: Sequence[Timed]) -> None:
-        self._world, self._saver, self._gradients, self._timed = world, saver, gradients, timed
+        self._world, self._saver, self._gradients = world, saver, gradients
+        self._timed, self._asks = timed, bool(timed) and world.is_main
 
     def begin_training(self) -> None:
         """`fit` was called: forgets why an earlier call ended."""
@@ -84,14 +85,14 @@ class Coordinator:
                 asked.stop_reason is not None,
                 asked.terminated,
                 asked.interrupted,
-                schedule.time_is_up(),
+                schedule.goes_by_the_clock and schedule.time_is_up(),
                 asked.save_requested or asked.save_signalled or due,
                 saving,
                 save_failed,
-                world.is_main and schedule.validations.is_due_by_the_clock(),
+                schedule.goes_by_the_clock and world.is_main and schedule.validations.is_due_by_the_clock(),
                 waiting,
                 short,
-                sum(one.is_due_by_the_clock() << n for n, one in enumerate(self._timed)) if world.is_main else 0,
+                sum(one.is_due_by_the_clock() << n for n, one in enumerate(self._timed)) if self._asks else 0,
                 samples,
                 tokens,
                 order,

@@ -203,7 +203,7 @@ class Accumulation:
         self._batch_backwards = 0
         self._batch_is_empty = False
         self._waiting: set[Optimizer] = set()  # those that were to step in the running micro-batch, and wait
-        if is_last:
+        if is_last and self._averagings:
             for averaging in self._overlapping:
                 averaging.begin_last_batch()
 

@@ -318,9 +318,6 @@ class OverlappedAveraging(Averaging):
             self._send_next(None)
 
 
-# -- The plan of a step, the norm, and scaling.
-
-
 @dataclass(frozen=True)
 class ParameterGroup:
     copies: int  # number of ranks of a step that hold each element

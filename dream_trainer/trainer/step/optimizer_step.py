@@ -217,7 +217,7 @@ class OptimizerStep:
         if self._local_gradients.waiting:
             self._parallel.reduce_what_waits(plan.parameters)
         weight = self._accumulation.spend_weight(model)
-        with self._own_time:
+        with self._own_time if self._world.world_size > 1 else _NOTHING:
             carried = plan.averaging.run(weight if plan.is_whole else None) if plan.averaging else None
             if self._ties is not None:
                 self._ties.add_up(plan.tied, number := self._origins.number_of(optimizers))
