@@ -14,10 +14,9 @@ import torch.nn as nn
 class OwnTime:
     """One rank's clock on the host: it measures how long the host waits for others, not the device's work."""
 
-    __slots__ = ("_left", "is_wanted", "waited")
+    __slots__ = ("_left", "waited")
 
     def __init__(self) -> None:
-        self.is_wanted = False  # whether there is another rank
         self.waited = 0.0  # seconds inside, where this rank may wait for others
         self._left = 0.0
 

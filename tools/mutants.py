@@ -315,8 +315,8 @@ MUTANTS = [
     Mutant(
         "a step that is refused counts",
         "dream_trainer/trainer/step/optimizer_step.py",
-        "        self._accumulation.check_step()\n        for scheduler",
-        "        self._accumulation.check_step()\n        self._accumulation.begin_step()\n        for scheduler",
+        "        self._accumulation.check_step()\n        if (model",
+        "        self._accumulation.check_step()\n        self._accumulation.begin_step()\n        if (model",
         "tests/trainer/test_closing.py -k refused",
     ),
     Mutant(
@@ -420,35 +420,35 @@ MUTANTS = [
     ),
     Mutant(
         "what no rank used decays in replicas",
-        "dream_trainer/trainer/step/buckets.py",
+        "dream_trainer/trainer/step/gradients.py",
         "if there[i]:",
         "if True:",
         UNEVEN,
     ),
     Mutant(
         "a half type rounds the weights of a window",
-        "dream_trainer/trainer/step/buckets.py",
+        "dream_trainer/trainer/step/gradients.py",
         "last.dtype not in (torch.float32, torch.float64) or last.n_ranks",
         "last.n_ranks",
         "tests/trainer/test_replicas.py",
     ),
     Mutant(
         "a gradient that was sent may still change",
-        "dream_trainer/trainer/step/buckets.py",
+        "dream_trainer/trainer/step/gradients.py",
         "if p.grad is not grad or write_count(grad) != count:",
         "if False:",
         "tests/trainer/test_replicas.py",
     ),
     Mutant(
         "a bucket leaves before backward has given all of it",
-        "dream_trainer/trainer/step/buckets.py",
+        "dream_trainer/trainer/step/gradients.py",
         "and not self._awaited[len(self._sent)]",
         "and True",
         "tests/trainer/test_replicas.py",
     ),
     Mutant(
         "what is frozen at its step is not averaged",
-        "dream_trainer/trainer/step/buckets.py",
+        "dream_trainer/trainer/step/gradients.py",
         "if p not in asleep] if asleep else b.parameters",
         "if p.requires_grad or p.grad is not None]",
         "tests/trainer/test_replicas.py",
@@ -833,7 +833,7 @@ MUTANTS = [
     ),
     Mutant(
         "another seed resumes",
-        "dream_trainer/trainer/resume.py",
+        "dream_trainer/trainer/saved_state.py",
         "if shared[name] != value:",
         "if False:",
         "tests/trainer/test_checkpoint_mixin.py",
@@ -1058,13 +1058,13 @@ MUTANTS = [
     Mutant(
         "shards of experts are averaged over too few ranks",
         "dream_trainer/trainer/step/optimizer_step.py",
-        "foreach_div_(grads[place], float(plan.groups[place].divisor))",
+        "foreach_div_(of_group, float(group.divisor))",
         "pass",
         "tests/trainer/test_expert_parallel.py -k by_hand",
     ),
     Mutant(
         "copies of experts are averaged over the ranks that share experts",
-        "dream_trainer/trainer/step/buckets.py",
+        "dream_trainer/trainer/step/gradients.py",
         "            return part.copies, 1 if part.copies is None else world.data_size\n",
         "            return None, world.data_size\n",
         "tests/trainer/test_expert_parallel.py -k by_hand",
@@ -1092,7 +1092,7 @@ MUTANTS = [
     ),
     Mutant(
         "gradients of experts leave within backward for all ranks",
-        "dream_trainer/trainer/step/buckets.py",
+        "dream_trainer/trainer/step/gradients.py",
         "if b.group in meet_others else b for b in buckets]",
         "for b in buckets]",
         "tests/trainer/test_expert_parallel.py -k by_hand",
@@ -1114,8 +1114,8 @@ MUTANTS = [
     Mutant(
         "checkpoints without frozen weights know of the first stage's alone",
         "dream_trainer/trainer/saved_state.py",
-        "            about = {name: known | about[name] for name, known in of_rank.items()}\n",
-        "            pass\n",
+        "return _from_all_stages(about, world)",
+        "return about",
         "tests/trainer/test_pipeline_user_models.py -k exports",
     ),
     Mutant(
@@ -1717,7 +1717,7 @@ MUTANTS = [
     Mutant(
         "every rank's clock makes a validation due",
         "dream_trainer/trainer/runtime.py",
-        "goes_by_the_clock and self._is_main and schedule",
+        "goes_by_the_clock and world.is_main and schedule",
         "goes_by_the_clock and schedule",
         "tests/trainer/test_loop_ranks.py -k rank_0s_clock",
     ),
@@ -1836,7 +1836,7 @@ MUTANTS = [
     Mutant(
         "ranks that ran blocks in different orders go on",
         "dream_trainer/trainer/runtime.py",
-        "if flags.order_squared * self._world.world_size != flags.order * flags.order:",
+        "if flags.order_squared * world.world_size != flags.order * flags.order:",
         "if False:",
         "tests/trainer/test_uneven_use.py -k different_orders",
     ),
@@ -2101,7 +2101,7 @@ MUTANTS = [
     ),
     Mutant(
         "workers average gradients with one another",
-        "dream_trainer/trainer/step/buckets.py",
+        "dream_trainer/trainer/step/gradients.py",
         "(world.step_group, world.step_size)",
         "(None, world.world_size)",
         f"{LOCAL_SGD} -k by_hand",

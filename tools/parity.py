@@ -42,7 +42,7 @@ import dream_trainer as dt
 from dream_trainer.data import packed_attention, packed_attention_mask
 from dream_trainer.modules import MoE
 from dream_trainer.parallel.sharding import names_in_whole
-from dream_trainer.trainer.step import buckets
+from dream_trainer.trainer.step import gradients as step_gradients
 from tests.trainer.arithmetic import full
 from tests.worlds import run_world
 from tools.parity_cells import Cell, all_cells
@@ -267,7 +267,7 @@ def train_cells(cells: Sequence[Cell], directory: str) -> list[dict[str, Any]]:
 
 def _train(cell: Cell) -> dict[str, Any]:
     started = time.monotonic()
-    buckets.BUCKET_BYTES = 2**12 if cell.overlap_reduce else 25 * 2**20
+    step_gradients.BUCKET_BYTES = 2**12 if cell.overlap_reduce else 25 * 2**20
     with ParityTrainer(config_of(cell)) as trainer:
         trainer.fit()
         found = {

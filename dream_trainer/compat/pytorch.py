@@ -69,11 +69,6 @@ def local_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
 
 
-def local_gradients(parameters: Sequence[torch.nn.Parameter]) -> list[Tensor]:
-    """This rank's shards of the gradients that are there, of parameters that are all DTensors."""
-    return [p.grad._local_tensor for p in parameters if p.grad is not None]  # type: ignore[attr-defined]
-
-
 def storage_id(of: Tensor | torch.UntypedStorage) -> int:
     """An identity shared by all tensors that view one storage, for meta tensors too (whose data pointer is 0)."""
     return int((of.untyped_storage() if isinstance(of, Tensor) else of)._cdata)

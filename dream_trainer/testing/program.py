@@ -86,7 +86,7 @@ class Program:
 
     def run(self, kind: type, **values: Any) -> NoReturn:
         """Runs the program with `kind`, and these attributes, before its trainers' class; a `fit` ends the process."""
-        from dream_trainer.trainer.abstract import building_instead
+        from dream_trainer.trainer.abstract import built_instead
 
         is_script = False
 
@@ -94,18 +94,18 @@ class Program:
             is_meant = not (is_script and self.name) or any(part.__name__ == self.name for part in cls.__mro__)
             return in_place_of(cls, kind, **values) if is_meant else cls
 
-        with building_instead(subclass):
-            if self.name and (trainer := self.make()) is not None:
-                with trainer:
-                    trainer.fit()
-            else:  # as `python PROGRAM ARGUMENTS` does
-                is_script, path = True, Path(self.script()).resolve()
-                sys.argv = [str(path), *self.arguments]
-                if self.path.endswith(".py"):
-                    sys.path.insert(0, str(path.parent))
-                    run_path(str(path), run_name="__main__")
-                else:
-                    run_module(self.path, run_name="__main__", alter_sys=True)
+        built_instead.set(subclass)
+        if self.name and (trainer := self.make()) is not None:
+            with trainer:
+                trainer.fit()
+        else:  # as `python PROGRAM ARGUMENTS` does
+            is_script, path = True, Path(self.script()).resolve()
+            sys.argv = [str(path), *self.arguments]
+            if self.path.endswith(".py"):
+                sys.path.insert(0, str(path.parent))
+                run_path(str(path), run_name="__main__")
+            else:
+                run_module(self.path, run_name="__main__", alter_sys=True)
         raise ConfigError(f"{self.path} has ended without fit() of {self.name or 'a trainer'}.")
 
 

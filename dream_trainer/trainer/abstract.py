@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from dream_trainer.config.trainer_config import BaseTrainerConfig, hold
 from dream_trainer.config.training_parameters import micro_batch_size
-from dream_trainer.data.loader import ShardReader
 from dream_trainer.data.window import Window
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import HookError
@@ -38,18 +37,8 @@ from dream_trainer.trainer.user_class import check_assignment, check_trainer
 
 C = TypeVar("C", bound=BaseCallback)
 
-_instead: ContextVar[Callable[[type], type]] = ContextVar("instead", default=lambda cls: cls)
+built_instead: ContextVar[Callable[[type], type]] = ContextVar("instead", default=lambda cls: cls)
 """The class to build instead of a trainer's: a subclass of it."""
-
-
-@contextmanager
-def building_instead(subclass: Callable[[type], type]) -> Iterator[None]:
-    """Inside, each trainer that is built is one of `subclass(its class)`."""
-    token = _instead.set(subclass)
-    try:
-        yield
-    finally:
-        _instead.reset(token)
 
 
 class AbstractTrainer(MixinHooks):
@@ -67,7 +56,7 @@ class AbstractTrainer(MixinHooks):
         config = cast(BaseTrainerConfig, ...)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        return super().__new__(_instead.get()(cls))
+        return super().__new__(built_instead.get()(cls))
 
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -283,10 +272,8 @@ class AbstractTrainer(MixinHooks):
             AttributeError: There is none.
         """
         for name, model in self.named_models().items():
-            if fqn == name:
-                return model
-            if fqn.startswith(f"{name}."):
-                return model.get_submodule(fqn.removeprefix(f"{name}."))
+            if f"{fqn}.".startswith(f"{name}."):
+                return model.get_submodule(fqn[len(name) + 1 :])
         raise AttributeError(f"no module {fqn!r}; the models are {list(self.named_models())}.")
 
     def get_optimizers_by_model(self, model: nn.Module) -> list[Optimizer]:
@@ -470,7 +457,7 @@ class AccumulationWindow:
         """This rank's batches of positions `first` to `end` of a pass over the data, each as its samples' indices in
         the dataset; None if only the loader knows."""
         stream = self._runtime.data.stream
-        reader: ShardReader | None = None if stream is None else stream.reader
+        reader = None if stream is None else stream.reader
         return None if reader is None else [*reader.sampler.indices(epoch, first, end)]
 
     @property
@@ -497,8 +484,7 @@ class AccumulationWindow:
             left_out: Called with each optimizer whose step the host skips since its gradients are not finite, while
                 they still exist; `post_optimizer_step` is not called then.
         """
-        if self._runtime.accumulation.losses is None:
-            self._runtime.accumulation.losses = []
+        self._runtime.accumulation.losses = self._runtime.accumulation.losses or []
         self.watch_skipped(left_out)
 
     def watch_skipped(self, left_out: Callable[[Optimizer], None]) -> None:

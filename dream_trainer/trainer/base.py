@@ -18,6 +18,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Self, get_type_hints
 
@@ -47,7 +48,7 @@ from dream_trainer.trainer.counters import UnfinishedWork
 from dream_trainer.trainer.data_setup import follow_train_dataloader
 from dream_trainer.trainer.event_table import anyone_listens, describe, listening_callbacks, tell_end
 from dream_trainer.trainer.runtime import Runtime
-from dream_trainer.trainer.session import ending_with_the_epoch, failing_for_all, go_on, start
+from dream_trainer.trainer.session import Limits, failing_for_all, go_on, start
 from dream_trainer.trainer.step.nonfinite import RetryWindow
 from dream_trainer.trainer.validation import validate
 
@@ -154,8 +155,13 @@ class BaseTrainer(AbstractTrainer):
     def fit_epoch(self) -> None:
         """Trains to the end of the running epoch, or the next one, regardless of limits; schedules stay as planned."""
         self.launch_and_resume()
-        with ending_with_the_epoch(self._runtime):
+        schedule, configured = self._runtime.schedule, self.config.training_parameters
+        limits: Limits = dict.fromkeys(Limits.__annotations__)  # type: ignore[assignment]
+        schedule.follow(replace(configured, **limits | {"n_epochs": self.current_epoch + 1}))
+        try:
             self.fit()
+        finally:
+            schedule.follow(configured)
 
     def backward(
         self, loss: Tensor | None, *, weight: Tensor | float | None = None, model: nn.Module | None = None
@@ -204,7 +210,7 @@ class BaseTrainer(AbstractTrainer):
         """
         if not self._runtime.session.is_ready:
             raise StepError("step() was called outside of training. Call it in training_step, under fit().")
-        optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else _several(model, optimizer)
+        optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
         if not self._runtime.accumulation.is_last:
             self._runtime.accumulation.wait_for_last(optimizers)
             return None
@@ -318,9 +324,7 @@ class BaseTrainer(AbstractTrainer):
             moved = ForwardState([*runtime.registry.models().values(), *runtime.registry.metrics().values()])
         while True:
             try:
-                if not runtime.parallel.changes_in_steps:
-                    return self._run_batches(window)
-                with runtime.parallel.whole(stays_fresh=True):
+                with runtime.parallel.whole(stays_fresh=True) if runtime.parallel.changes_in_steps else nullcontext():
                     return self._run_batches(window)
             except RetryWindow:
                 progress.batch_idx, state.local_batches = state.first_batch_idx, batches_before
@@ -477,15 +481,6 @@ class BaseTrainer(AbstractTrainer):
         return self._runtime.coordinator.stopped or self._runtime.schedule.is_finished()
 
 
-def _several(model: Any, optimizers: Any) -> tuple[Optimizer, ...]:
-    if isinstance(model, Optimizer) or not isinstance(optimizers, list | tuple):
-        raise StepError(
-            f"step() was called with ({type(model).__name__}, {type(optimizers).__name__}). Call "
-            "self.step(model, optimizer), or with a list of optimizers."
-        )
-    return tuple(optimizers)
-
-
 # -- loads the next window while the ranks decide whether to train it, and counts its samples and tokens
 
 
@@ -568,10 +563,6 @@ def exit_status(runtime: Runtime) -> int:
     return exit_code(number, restart=world.host_number not in hosts)
 
 
-SHARE = 0.9
-"""Share of the collectives' time-out after which standing still is a hang, so that stacks are written before it."""
-
-
 @contextmanager
 def watched(runtime: Runtime) -> Iterator[None]:
     """Ends the job, with every rank's stacks in `<run_dir>/stacks`, when training makes no progress inside."""
@@ -580,8 +571,9 @@ def watched(runtime: Runtime) -> Iterator[None]:
         yield
         return
     after_start = devices.hang_timeout_seconds
-    limit = SHARE * devices.step_timeout_seconds if after_start == "auto" else after_start
-    patient_limit = max(limit, SHARE * devices.start_timeout_seconds)
+    share = 0.9  # of the collectives' time-outs, so that stacks are written before them
+    limit = share * devices.step_timeout_seconds if after_start == "auto" else after_start
+    patient_limit = max(limit, share * devices.start_timeout_seconds)
 
     def where() -> str:
         phase = "training" if runtime.state.training else "validation"
@@ -618,8 +610,9 @@ def keeping_state(runtime: Runtime) -> Iterator[None]:
         return
     hooks, device, models = runtime.hooks, runtime.world.device, runtime.registry.models()
     callbacks = listening_callbacks(runtime, "pre_epoch")
-    shared, of_rank = copy.deepcopy(hooks.state_dict()), copy.deepcopy(hooks.rank_state_dict())
-    of_callbacks = [copy.deepcopy(callback.state_dict()) for callback in callbacks]
+    shared, of_rank, of_callbacks = copy.deepcopy(
+        (hooks.state_dict(), hooks.rank_state_dict(), [callback.state_dict() for callback in callbacks])
+    )
 
     def tensors() -> list[dict[str, Tensor]]:
         return [model_buffers(models), *(callback.checkpoint_tensors() for callback in callbacks)]

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from dream_trainer.best_value import is_better
 from dream_trainer.cadence import Cadence
@@ -14,7 +14,6 @@ from dream_trainer.config.checkpoint_parameters import Mode
 from dream_trainer.config.training_parameters import TrainingParameters
 from dream_trainer.data.window import DataPosition
 from dream_trainer.distributed.pulse import Flags
-from dream_trainer.errors import StepError
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +88,10 @@ class BestValues:
 # -- What the loop writes down at each batch: an object with slots, as this is the step path.
 
 
-def not_started(batch: Any, batch_idx: int) -> NoReturn:
-    raise StepError("the trainer has not started. Call fit(), evaluate() or predict().")
-
-
 @dataclass(slots=True)
 class WindowState:
-    training_step: Callable[[Any, int], Any] = not_started
-    validation_step: Callable[[Any, int], Any] = not_started  # what validations call alike
+    training_step: Callable[[Any, int], Any] = field(init=False)  # both since the last start
+    validation_step: Callable[[Any, int], Any] = field(init=False)
     batch: Any = None  # the running micro-batch, on the device
     batch_samples: int = 0  # its samples on this rank
     sizes: list[int] = field(default_factory=list)  # samples of each of this rank's batches
@@ -136,7 +131,8 @@ class Schedule:
         self.max_steps = _limit(1 if parameters.fast_dev_run else parameters.max_steps)
         self._max_samples = _limit(parameters.max_samples)
         self.max_tokens = _limit(parameters.max_tokens)  # tokens after which training ends; as above
-        self._validates = self.validation_batches != 0
+        # Of each validation, on each rank; None for all.
+        self.validation_batches = 1 if parameters.fast_dev_run else parameters.val_steps_per_epoch
 
     # -- limits
 
@@ -199,13 +195,8 @@ class Schedule:
 
     # -- validations, and pending work
 
-    @property
-    def validation_batches(self) -> int | None:
-        """Batches per rank of one validation; None for all."""
-        return 1 if self._parameters.fast_dev_run else self._parameters.val_steps_per_epoch
-
     def validation_is_due(self, *, stepped: bool, epoch_ended: bool, by_the_clock: bool) -> bool:
-        if not self._validates:
+        if self.validation_batches == 0:
             return False
         if self._parameters.fast_dev_run or by_the_clock:
             return True

@@ -31,8 +31,6 @@ def connect_data(runtime: Runtime) -> None:
             f"configure_dataloaders returned {type(loaders).__name__}. Return a pair (train, val); val may be None."
         )
     runtime.state.train_dataloader, val = loaders
-    if runtime.state.train_dataloader is None:
-        raise DataError("configure_dataloaders returned None for the training loader. Return an iterable of batches.")
     parameters, world, state = runtime.config.training_parameters, runtime.world, runtime.state
     batch_size = loader_batch_size(state.train_dataloader)
     if parameters.global_batch_size is not None and isinstance(state.train_dataloader, AlternatingLoaders):
@@ -54,8 +52,7 @@ def connect_data(runtime: Runtime) -> None:
     runtime.data.feed = WindowFeed(_open_stream(runtime), world, state.accumulation_steps)
     runtime.data.copy_stream = torch.Stream(world.device) if world.device.type == "cuda" else None
     state.val_dataloaders = _named_validation_loaders(runtime, val)
-    loaders_with_names = state.val_dataloaders.items()
-    runtime.data.validation = {name: batches_to_validate(runtime, loader) for name, loader in loaders_with_names}
+    runtime.data.validation = {name: batches_to_validate(runtime, one) for name, one in state.val_dataloaders.items()}
     refuse_one_order_for_both(runtime)
     steps_per_pass, steps_per_epoch = agree_on_data(runtime), runtime.schedule.epoch_steps
     state.steps_per_epoch = steps_per_pass if steps_per_epoch is None else steps_per_epoch
@@ -141,9 +138,7 @@ def planned_steps(runtime: Runtime) -> int | None:
     """Optimizer steps until the first limit that can be foreseen; None if there is none."""
     parameters, batch = runtime.config.training_parameters, global_batch_size(runtime)
     per_epoch = runtime.state.steps_per_epoch
-    plans = [parameters.max_steps]
-    if parameters.fast_dev_run:
-        plans.append(1)
+    plans = [parameters.max_steps, 1 if parameters.fast_dev_run else None]
     if parameters.epoch_limit is not None and per_epoch is not None:
         plans.append(parameters.epoch_limit * per_epoch)
     if parameters.max_samples is not None and batch is not None:

@@ -143,22 +143,17 @@ def mesh_lines(runtime: Runtime) -> list[str]:
             n_ranks, (place, of_layers) = axis.value(runtime.config), divmod(world.rank, world.data_copies)
             ranks = [(place // n_ranks * n_ranks + other) * world.data_copies + of_layers for other in range(n_ranks)]
             rows.append(f"| {axis.dimension}, of these | {n_ranks} | {_spelled(ranks)} | {world.links(ranks)} |")
-    return [f"This is rank {world.rank} of {world.world_size}.", "", *rows, *_stages(runtime)]
-
-
-def _stages(runtime: Runtime) -> list[str]:
-    if not runtime.parallel.stages:
-        return []
-    rows = ["", "| Model | Stage | Stage rank | Holds |", "| --- | --- | --- | --- |"]
-    for model_name, model in runtime.registry.models().items():
-        if model not in runtime.parallel.stages:
-            rows.append(f"| {model_name} | - | each | all |")
-            continue
-        stages = runtime.parallel.stages[model]
-        for number, (names, rank) in enumerate(zip(stages.names, stages.ranks, strict=True)):
-            held = ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:3])}, ... {', '.join(names[-2:])}"
-            rows.append(f"| {model_name} | {number} | {rank} | {held} |")
-    return rows
+    if runtime.parallel.stages:
+        rows += ["", "| Model | Stage | Stage rank | Holds |", "| --- | --- | --- | --- |"]
+        for model_name, model in runtime.registry.models().items():
+            if model not in runtime.parallel.stages:
+                rows.append(f"| {model_name} | - | each | all |")
+                continue
+            stages = runtime.parallel.stages[model]
+            for number, (names, rank) in enumerate(zip(stages.names, stages.ranks, strict=True)):
+                held = ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:3])}, ... {', '.join(names[-2:])}"
+                rows.append(f"| {model_name} | {number} | {rank} | {held} |")
+    return [f"This is rank {world.rank} of {world.world_size}.", "", *rows]
 
 
 def _spelled(ranks: list[int]) -> str:

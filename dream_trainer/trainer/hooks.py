@@ -81,9 +81,7 @@ class Hooks:
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
         """Returns `(train, val)`; `val` may be None or a dict of named loaders. Required."""
-        raise HookError(
-            f"{type(self).__name__} does not override configure_dataloaders. Return (train, val) loaders from it."
-        )
+        raise HookError(f"{type(self).__name__} does not override configure_dataloaders.")
 
     def configure_optimizers(self) -> None:
         """Assign optimizers to `self`, over real and sharded parameters. `total_steps` is known. Required by

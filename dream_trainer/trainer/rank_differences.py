@@ -143,8 +143,7 @@ def _refuse_other_samples(
 
 def refuse_different_optimizers(runtime: Runtime) -> None:
     """Compares optimizers, their options and the order of their parameters, and schedulers; a collective."""
-    models = runtime.registry.models().items()
-    names = {id(p): path for name, model in models for path, p in model.named_parameters(name)}
+    names = runtime.registry.parameter_names()
     facts: dict[str, Any] = {"total_steps": runtime.state.total_steps}
     order: dict[str, str] = {}
     for name, optimizer in runtime.registry.optimizers().items():

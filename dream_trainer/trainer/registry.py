@@ -41,6 +41,10 @@ class Registry:
     def parameterised_models(self) -> list[nn.Module]:
         return [model for model in self.models().values() if next(model.parameters(), None) is not None]
 
+    def parameter_names(self) -> dict[int, str]:
+        """Names of the models' parameters, by their `id`."""
+        return {id(p): path for name, model in self.models().items() for path, p in model.named_parameters(name)}
+
     def optimizers(self) -> dict[str, Optimizer]:
         """Optimizers by attribute name; those in lists and dicts as `name.key`."""
         return self._named_by_type(Optimizer)

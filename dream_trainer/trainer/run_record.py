@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from itertools import zip_longest
 from pathlib import Path
@@ -349,7 +349,10 @@ class RunRecorder:
             record.failed_rank, rank = None, f"a rank is gone that said nothing: {rank}"
         self._write("failed", rank + in_a_line(exc))
         # This takes a while, so a message comes first.
-        gone = _gone(runtime.world.world_size) if is_consequence else {}
+        gone: dict[int, str] = {}
+        if is_consequence and (store := job_store()) is not None:
+            with suppress(RuntimeError):  # the store went away with the rank that hosted it
+                gone = dead_ranks(store, runtime.world.world_size)
         if gone:
             record.failed_rank = next(iter(gone))
             named = ", ".join(f"rank {number} ({process})" for number, process in gone.items())
@@ -385,14 +388,6 @@ class RunRecorder:
             yield
         except (OSError, ConfigError) as error:
             self._runtime.warn_once("run record", f"the run's record of itself is not written: {in_a_line(error)}")
-
-
-def _gone(world_size: int) -> dict[int, str]:
-    store = job_store()
-    try:
-        return {} if store is None else dead_ranks(store, world_size)
-    except RuntimeError:  # the store went away with the rank that hosted it
-        return {}
 
 
 def _own_code() -> dict[str, str]:

@@ -56,14 +56,11 @@ class Coordinator:
         self.stopped_because: str | None = None
         self.ended_by: signal.Signals | None = None  # the signal that stops training, if any
         self.exchanges = 0  # number of exchanges so far; grows as long as the run continues
+        self._clocks = 0  # a bit for each timed callback that was due
 
     def begin(self, world: World, saver: Saving, gradients: GradientState, timed: Sequence[Timed]) -> None:
         self._world, self._saver, self._gradients = world, saver, gradients
-        self._is_alone, self._is_main = world.world_size == 1, world.is_main
-        gradients.own_time.is_wanted = world.world_size > 1
-        self._is_one_stage = world.stages == 1  # stages run other blocks than each other
         self._timed, self._asks = timed, bool(timed) and world.is_main
-        self._clocks = 0
 
     def begin_training(self) -> None:
         """`fit` was called: forgets why an earlier call ended."""
@@ -77,8 +74,9 @@ class Coordinator:
 
     def exchange(self, *, samples: int = 0, tokens: int = 0, short: bool = False, waiting: bool = False) -> Flags:
         """Between windows: the ranks exchange what each of them knows, and all act on it in the same way."""
-        asked, schedule = self.requests, self._schedule
-        goes_by_the_clock = schedule.goes_by_the_clock
+        asked, schedule, world = self.requests, self._schedule, self._world
+        # stages run other blocks than each other
+        order = self._gradients.order if world.stages == 1 else self._gradients.steps
         due, saving, save_failed = self._saver.flags()
         self.exchanges += 1
         # Not Flags(stop=...): in each step, keyword arguments would cost more than everything else here.
@@ -87,24 +85,23 @@ class Coordinator:
                 asked.stop_reason is not None,
                 asked.terminated,
                 asked.interrupted,
-                goes_by_the_clock and schedule.time_is_up(),
+                schedule.goes_by_the_clock and schedule.time_is_up(),
                 asked.save_requested or asked.save_signalled or due,
                 saving,
                 save_failed,
-                goes_by_the_clock and self._is_main and schedule.validations.is_due_by_the_clock(),
+                schedule.goes_by_the_clock and world.is_main and schedule.validations.is_due_by_the_clock(),
                 waiting,
                 short,
                 sum(one.is_due_by_the_clock() << n for n, one in enumerate(self._timed)) if self._asks else 0,
                 samples,
                 tokens,
-                (order := self._gradients.order if self._is_one_stage else self._gradients.steps),
+                order,
                 order * order,
             )
         )
-        if not self._is_alone:
-            flags = exchange(self._world, flags)
-            if flags.order_squared * self._world.world_size != flags.order * flags.order:
-                refuse_unlike_order(self._world, self._progress.global_step)
+        flags = exchange(world, flags)
+        if flags.order_squared * world.world_size != flags.order * flags.order:
+            refuse_unlike_order(world, self._progress.global_step)
         self._clocks = flags.clocks
         if flags.save:
             asked.heard_of_save()
@@ -140,7 +137,7 @@ class Coordinator:
     def _stop(self, flags: Flags) -> None:
         if not self.stopped:
             self.stopped_because = self.requests.why_stopped(flags)
-            if self._is_main:
+            if self._world.is_main:
                 logger.warning("stopping at step %d: %s", self._progress.global_step, self.stopped_because)
         self.stopped = True  # whether all ranks stop here
         if flags.terminate or flags.interrupt:

@@ -199,8 +199,7 @@ def launch(runtime: Runtime) -> None:
     _, local_rank, world_size = environment_ranks()
     if world_size > 1 and choose_device(runtime.config.device_parameters.device, local_rank).type == "cuda":
         enable_flight_recorder(runtime.run_dir / "flight_recorder")
-    world = runtime.hooks._join_world(runtime.config.device_parameters, runtime.workers)
-    runtime.launched = world
+    world = runtime.launched = runtime.hooks._join_world(runtime.config.device_parameters, runtime.workers)
     if world.world_size > 1 and not cls._keeps_ranks_equal:
         raise ConfigError(
             f"{cls.__name__} runs on {world.world_size} ranks, but nothing in it keeps them equal. "
@@ -258,18 +257,6 @@ def set_limits(runtime: Runtime, limits: Limits) -> None:
     is_changed = runtime.state.total_steps != steps or before.max_tokens != parameters.max_tokens
     if is_changed and runtime.registry.schedulers():
         _build_schedulers_again(runtime, before=f"total_steps={steps} and max_tokens={before.max_tokens}")
-
-
-@contextmanager
-def ending_with_the_epoch(runtime: Runtime) -> Iterator[None]:
-    """Inside, `fit` trains to the end of the running epoch, or one epoch, whatever the limits."""
-    configured = runtime.config.training_parameters
-    limits: Limits = dict.fromkeys(Limits.__annotations__)  # type: ignore[assignment]
-    runtime.schedule.follow(replace(configured, **limits | {"n_epochs": runtime.progress.current_epoch + 1}))
-    try:
-        yield
-    finally:
-        runtime.schedule.follow(configured)
 
 
 def _build_schedulers_again(runtime: Runtime, *, before: str) -> None:

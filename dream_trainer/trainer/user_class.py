@@ -84,19 +84,24 @@ def check_trainer(cls: type[MixinHooks], config: Any) -> None:
     check_config(config)
     all_of([partial(_check_config_classes, cls, config), partial(refuse_combinations, settings_of(config))])
     refuse_taken_names(cls)
-    of_axes = {hook for axis in parallelisms_of(cls) for hook in (axis.hook, *axis.other_hooks)}
+    brought = parallelisms_of(cls)
+    of_axes = {hook for axis in brought for hook in (axis.hook, *axis.other_hooks)}
     hooks: dict[type, set[str]] = {cls: {*vars(Hooks), "predict_step", "configure_loggers", *of_axes}}
     hooks |= {type(callback): {*vars(BaseCallback), *EVENTS} for callback in config.callbacks}
     for kind, names in hooks.items():
         _refuse_uncalled(kind, names)
+        _check_signatures(kind, names)
     for part in _parts(cls):
         for hook, purpose in vars(part).get("_required_hooks", {}).items():
             if getattr(cls, hook) is getattr(Hooks, hook):
                 raise HookError(f"{cls.__name__} does not override {hook}, which {part.__name__} requires: {purpose}")
-    _refuse_hooks_of_missing_mixins(cls)
+    for axis in AXES:
+        for hook in (axis.hook, *axis.other_hooks):
+            if axis not in brought and definers(cls, hook):
+                raise HookError(
+                    f"{cls.__name__} overrides {hook}, which only {axis.mixin} calls. Add it to the trainer's bases."
+                )
     _refuse_lost_state(cls)
-    for kind, names in hooks.items():
-        _check_signatures(kind, names)
 
 
 def _parts(cls: type) -> list[type]:
@@ -185,16 +190,6 @@ def _may_change_arguments(decorated: Any) -> bool:
 
 def parallelisms_of(cls: type) -> list[Parallelism]:
     return [brought for part in _parts(cls) if (brought := vars(part).get("_parallelism")) is not None]
-
-
-def _refuse_hooks_of_missing_mixins(cls: type) -> None:
-    brought = parallelisms_of(cls)
-    for axis in AXES:
-        for hook in (axis.hook, *axis.other_hooks):
-            if axis not in brought and definers(cls, hook):
-                raise HookError(
-                    f"{cls.__name__} overrides {hook}, which only {axis.mixin} calls. Add it to the trainer's bases."
-                )
 
 
 _OF_SETUP = (

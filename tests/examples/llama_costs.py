@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dream_trainer.trainer.step import buckets
+from dream_trainer.trainer.step import gradients as step_gradients
 from tests.worlds import run_world
 from tools.parity import ParityTrainer, config_of
 from tools.parity_cells import Cell
@@ -173,7 +173,7 @@ class CostTrainer(ParityTrainer):
 def count(cells: Sequence[Cell], directory: str) -> list[Cost]:
     os.chdir(directory)
     found = []
-    buckets.BUCKET_BYTES = 2**15  # so that no bucket is most of what lives
+    step_gradients.BUCKET_BYTES = 2**15  # so that no bucket is most of what lives
     for cell in cells:
         config = config_of(cell)
         if cell.dp_shard > 1:  # by default gradients are whole between micro-batches

@@ -9,7 +9,7 @@ from typing import Any
 from dream_trainer.planning.planned_trainer import MeasuredTrainer, RankJob, RankPlan
 from dream_trainer.planning.planner import plan_ranks
 from dream_trainer.testing.program import Program, in_place_of
-from dream_trainer.trainer.abstract import building_instead
+from dream_trainer.trainer.abstract import built_instead
 from tools.parity import ParityTrainer, config_of
 from tools.parity_cells import Cell
 
@@ -28,8 +28,9 @@ def measured(cells: Sequence[Cell], directory: str) -> list[RankPlan]:
     found: list[RankPlan] = []
     kind = partial(in_place_of, kind=MeasuredTrainer, _done=found.append, _scratch=directory)
     for cell in cells:
-        with building_instead(kind):
-            trainer = ParityTrainer(config_of(cell))
+        token = built_instead.set(kind)
+        trainer = ParityTrainer(config_of(cell))
+        built_instead.reset(token)
         trainer.fit()
         trainer.close()
     return found

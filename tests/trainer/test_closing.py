@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from torch.nn.functional import mse_loss
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import dream_trainer as dt
 from dream_trainer.distributed import job
@@ -184,30 +185,38 @@ def test_a_save_in_on_save_is_refused_and_not_without_end() -> None:
             trainer.save_checkpoint()
 
 
-class Plateau(Spread, dt.CheckpointMixin):
-    """Gives `step` a scheduler that it refuses, in the window after `refused_after` steps."""
+class Refused(Spread, dt.CheckpointMixin):
+    """Gives `step` another model's optimizer, which it refuses, in the window after `refused_after` steps."""
 
     refused_after: int | None = 3
     catches = False
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.other = nn.Linear(1, 1)
+
+    def configure_optimizers(self) -> None:
+        super().configure_optimizers()
+        self.other_optimizer = torch.optim.SGD(self.other.parameters())
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         self.backward(mse_loss(self.model(batch[0]), batch[1]))
         is_refused = self.global_step == self.refused_after
         try:
-            self.step(self.model, self.optimizer, ReduceLROnPlateau(self.optimizer) if is_refused else None)
+            self.step(self.model, self.other_optimizer if is_refused else self.optimizer)
         except StepError:
             if not self.catches:
                 raise
         return {}
 
 
-def plateau() -> Plateau:
-    return Plateau(make_config(n_epochs=1, checkpoint=dt.CheckpointParameters()), batches(6))
+def refused() -> Refused:
+    return Refused(make_config(n_epochs=1, checkpoint=dt.CheckpointParameters()), batches(6))
 
 
 def test_a_step_that_is_refused_is_none_and_the_last_finished_one_is_saved() -> None:
-    with plateau() as trainer:
-        with pytest.raises(StepError, match="ReduceLROnPlateau needs a metric.*post_val_epoch"):
+    with refused() as trainer:
+        with pytest.raises(StepError, match="updates none of its parameters"):
             trainer.fit()
         assert [checkpoint.step for checkpoint in trainer.checkpoints()] == [3]
         trainer.refused_after = None
@@ -216,7 +225,7 @@ def test_a_step_that_is_refused_is_none_and_the_last_finished_one_is_saved() -> 
 
 
 def test_a_window_whose_only_step_was_refused_is_not_counted() -> None:
-    trainer = plateau()
+    trainer = refused()
     trainer.catches = True
     with pytest.raises(StepError, match=r"ended with backward\(\) but no step\(\)"):
         trainer.fit()
@@ -226,11 +235,11 @@ def test_a_window_whose_only_step_was_refused_is_not_counted() -> None:
 
 def test_a_save_before_setup_is_an_error() -> None:
     with pytest.raises(StepError, match="before the trainer is set up"):
-        plateau().save_checkpoint()
+        refused().save_checkpoint()
 
 
 def test_a_closed_trainers_files_stay_where_they_are() -> None:
-    with plateau() as trainer:
+    with refused() as trainer:
         trainer.refused_after = None
         trainer.fit()
     directory = trainer.run_dir

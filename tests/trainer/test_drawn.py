@@ -27,7 +27,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 import dream_trainer as dt
-from dream_trainer.trainer.step import buckets
+from dream_trainer.trainer.step import gradients as step_gradients
 from tests.api import DistributedDataLoader, PerRankLoader, epoch_order
 from tests.trainer.arithmetic import fill, full, same_bits
 from tests.trainer.small import CaseConfig as Config, network, run_config, sharded
@@ -449,7 +449,7 @@ COUNTER = itertools.count()
 
 def run_there(case: Case, experiment: str, stops: tuple[int | None, ...]) -> dict[str, Any]:
     """On a rank of the kept world."""
-    buckets.BUCKET_BYTES = 100  # so that some leave before a backward is over
+    step_gradients.BUCKET_BYTES = 100  # so that some leave before a backward is over
     return run(case, experiment, stops)
 
 

@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import dream_trainer as dt
-from dream_trainer.trainer.step import buckets
+from dream_trainer.trainer.step import gradients as step_gradients
 from tests.api import GradientState, PerRankLoader
 from tests.trainer.arithmetic import fill, same_bits
 from tests.trainer.small import (
@@ -139,9 +139,9 @@ class Weighing(Painter):
     def pre_fit(self) -> None:
         self.noted = {}
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            cut = buckets.make_buckets(self.model.parameters(), self.world, GradientState(), dtype)
+            cut = step_gradients.make_buckets(self.model.parameters(), self.world, GradientState(), dtype)
             for weight in (2**24 + 1.1 * self.world.rank, 1e-30, torch.tensor(0.1 + self.world.rank), -0.0):
-                total = buckets.Averaging(cut, self.world).run(weight)
+                total = step_gradients.Averaging(cut, self.world).run(weight)
                 self.noted.setdefault(dtype, []).append(float(total))
         for parameter in self.model.parameters():
             parameter.grad = None
@@ -256,9 +256,9 @@ ONE_EACH = 1  # byte, so that each parameter is a bucket
 def train_all() -> dict[str, Any]:
     found = {name: train(**case, gradient_clip_norm=CLIP) for name, case in CASES.items()} | {"ddp": by_ddp()}
     found |= {cls.__name__: train(cls) for cls in (Weighing, Pair, Held)}
-    buckets.BUCKET_BYTES = 40  # so that there are as many buckets as parameters
+    step_gradients.BUCKET_BYTES = 40  # so that there are as many buckets as parameters
     found["many buckets"] = train(**CASES["weighted float32"], gradient_clip_norm=CLIP)
-    buckets.BUCKET_BYTES = ONE_EACH
+    step_gradients.BUCKET_BYTES = ONE_EACH
     for place, devices in {"in step": CPU, "in backward": OVERLAPPED}.items():
         found[f"Sees {place}"] = train(Sees, batches(4 * STEPS), devices, in_window=4, gradient_clip_norm=CLIP)
         found[f"Turns {place}"] = train(Turns, devices=devices, **TURNS)
@@ -358,7 +358,7 @@ def deep_network() -> nn.Module:
 
 
 def meet_what_was_sent() -> list[str]:
-    buckets.BUCKET_BYTES = ONE_EACH
+    step_gradients.BUCKET_BYTES = ONE_EACH
     errors = []
     for cls, make_model in ((Twice, network), (Meddles, network), (Meddles, deep_network)):
         for devices in (CPU, OVERLAPPED):

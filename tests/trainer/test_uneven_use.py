@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
-from dream_trainer.trainer.step import buckets
+from dream_trainer.trainer.step import gradients as step_gradients
 from tests.api import DistributedDataLoader
 from tests.trainer.arithmetic import same_bits
 from tests.trainer.small import (
@@ -104,7 +104,7 @@ def made(case: Case, config: Any, *, is_sharded: bool) -> Uneven:
 
 def train(case: Case) -> dict[str, Any]:
     is_overlapped = case.layout == "overlapped"
-    buckets.BUCKET_BYTES = 60 if is_overlapped else 25 * 2**20  # so that some leave before a backward is over
+    step_gradients.BUCKET_BYTES = 60 if is_overlapped else 25 * 2**20  # so that some leave before a backward is over
     config = make_config(
         devices=dt.DeviceParameters(device="cpu", overlap_reduce=is_overlapped),
         fsdp=BY_BLOCKS if case.layout == "blocks" else None,

@@ -20,7 +20,7 @@ from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.hooks import NoRounds
 from dream_trainer.trainer.registry import parameters_of
 from dream_trainer.trainer.runtime import Runtime
-from dream_trainer.trainer.step.buckets import in_buckets
+from dream_trainer.trainer.step.gradients import in_buckets
 
 
 class LocalSGDMixin(AbstractTrainer):

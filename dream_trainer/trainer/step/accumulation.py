@@ -23,7 +23,7 @@ from dream_trainer.modules.precision import without_autocast
 from dream_trainer.modules.recompute import mismatch
 from dream_trainer.parallel.parallel_models import ParallelModels
 from dream_trainer.trainer.registry import Registry, parameters_of
-from dream_trainer.trainer.step.buckets import Averaging, OverlappedAveraging
+from dream_trainer.trainer.step.gradients import Averaging, OverlappedAveraging
 from dream_trainer.trainer.step.nonfinite import LossScale
 
 
@@ -46,9 +46,8 @@ class GradientOrigins:
 
     def start_window(self) -> None:
         self._stepped.clear()
-        if len(self.optimizers) > 1:
-            for of_window in (self._origins, self._left, self._marks):
-                of_window.clear()
+        self._origins.clear()
+        self._left.clear()
 
     def before_backward(self) -> None:
         if self._left:
@@ -158,22 +157,20 @@ class Accumulation:
         self.trains_whole_models = False  # whether there are such models in addition to stages
         self._only_trained: int | None = None
         self._averagings: list[Averaging] = []
-        self._overlapping: list[OverlappedAveraging] = []
         self.start_window(1, is_uneven=False)
         self.start_batch(is_last=True)
         self.is_open = False  # there is no window yet
 
     def averages(self, averaging: Averaging, former: Averaging | None) -> None:
         """Notifies `averaging` instead of `former` of backwards and last micro-batches from now on."""
-        if former:
-            self._averagings.remove(former)
-        if averaging:  # falsy if there is nothing to average, as in a single process
-            self._averagings.append(averaging)
         if isinstance(former, OverlappedAveraging):
             former.close()
-            self._overlapping.remove(former)
-        if isinstance(averaging, OverlappedAveraging):
-            self._overlapping.append(averaging)
+        # They are falsy if there is nothing to average, as in a single process.
+        self._averagings = [one for one in (*self._averagings, averaging) if one and one is not former]
+
+    @property
+    def _overlapping(self) -> list[OverlappedAveraging]:
+        return [one for one in self._averagings if isinstance(one, OverlappedAveraging)]
 
     def forget_what_left(self) -> None:
         """The window runs again: drops gradients that left for other ranks; all ranks call it."""
@@ -206,7 +203,7 @@ class Accumulation:
         self._batch_backwards = 0
         self._batch_is_empty = False
         self._waiting: set[Optimizer] = set()  # those that were to step in the running micro-batch, and wait
-        if is_last:
+        if is_last and self._averagings:
             for averaging in self._overlapping:
                 averaging.begin_last_batch()
 
@@ -223,7 +220,7 @@ class Accumulation:
                 "the gradients of this accumulation window's earlier micro-batches are gone, as after "
                 "optimizer.zero_grad(). Leave zero_grad() out: step() drops gradients after the last micro-batch."
             )
-        self._count(weight, model)
+        self._begin_backward(weight, model)
         watches = self.is_last and self._world.data_size > 1
         if self.reduced or watches:
             self._begin_own_backward()
@@ -231,9 +228,6 @@ class Accumulation:
             loss = loss * weight
         if self.loss_scale is not None:
             loss = self.loss_scale.scaled(loss, is_weighted=weight is not None)
-        self.origins.before_backward()
-        for averaging in self._averagings:
-            averaging.before_backward()
         for group in self._local_gradients.graphs:
             group.hold()
         try:
@@ -291,10 +285,7 @@ class Accumulation:
         """Accumulates the gradients that `run` gives, which are those of the loss that it returns times `weight`."""
         if not self.is_open:
             self._refuse_backward()
-        self._count(weight, model)
-        self.origins.before_backward()
-        for averaging in self._averagings:
-            averaging.before_backward()
+        self._begin_backward(weight, model)
         try:
             loss = run()
         except RecomputationMismatch as error:
@@ -304,7 +295,7 @@ class Accumulation:
         self.origins.after_backward(self._backwards)
         return loss
 
-    def _count(self, weight: Weight | None, model: nn.Module | None) -> None:
+    def _begin_backward(self, weight: Weight | None, model: nn.Module | None) -> None:
         if self._backwards and bool(self._totals) is (weight is None):
             raise StepError(
                 f"{self._call}() was called with and without weight= in one window. Weight every micro-batch, or none."
@@ -334,6 +325,9 @@ class Accumulation:
             self.counted_batches += 1
         self._backwards += 1
         self._batch_backwards += 1
+        self.origins.before_backward()
+        for averaging in self._averagings:
+            averaging.before_backward()
 
     def _refuse_backward(self) -> NoReturn:
         if not self.is_open:

@@ -34,7 +34,6 @@ class LossScale:
         self.scale = torch.full((), INITIAL_SCALE, device=device)  # 0-dim float32
         self._windows = torch.zeros((), device=device)  # without an overflow since the scale last changed
         self._overflowed = torch.zeros((), dtype=torch.bool, device=device)
-        self._one = torch.ones((), device=device)
 
     def scaled(self, loss: Tensor, *, is_weighted: bool) -> Tensor:
         """The scaled loss for `backward`, times its weight if it has one."""
@@ -53,7 +52,7 @@ class LossScale:
         """Ends a window: scales down if a norm in it was not finite, up if none was for `GROWTH_INTERVAL` windows."""
         windows = torch.where(self._overflowed, 0.0, self._windows + 1)
         is_long = windows >= GROWTH_INTERVAL
-        factor = torch.where(self._overflowed, 0.5, torch.where(is_long, 2.0, self._one))
+        factor = torch.where(self._overflowed, 0.5, torch.where(is_long, 2.0, 1.0))
         self.scale.mul_(factor).clamp_(_SMALLEST_SCALE, _LARGEST_SCALE)
         self._windows = torch.where(is_long, 0.0, windows)
         self._overflowed.zero_()
@@ -116,11 +115,11 @@ class NonFiniteGuard:
 
     def try_step(self, optimizers: Sequence[Optimizer], norm: Tensor, empty: Tensor | bool, *, can_rerun: bool) -> bool:
         """Steps unless the norm is not finite or the total weight is 0; returns whether the host knows of a skip."""
-        if empty is True:
+        if empty is True or (self.reads_the_host and bool(empty)):
             self._progress.skipped_steps += 1
             return True
         if self.reads_the_host:
-            return self._host_step(optimizers, norm, empty, can_rerun)
+            return self._host_step(optimizers, norm, can_rerun)
         self._device_step(optimizers, norm, empty)
         return False
 
@@ -152,10 +151,7 @@ class NonFiniteGuard:
             finally:
                 del optimizer.found_inf  # type: ignore[attr-defined]
 
-    def _host_step(self, optimizers: Sequence[Optimizer], norm: Tensor, empty: Tensor | bool, can_rerun: bool) -> bool:
-        if isinstance(empty, Tensor) and bool(empty):
-            self._progress.skipped_steps += 1
-            return True
+    def _host_step(self, optimizers: Sequence[Optimizer], norm: Tensor, can_rerun: bool) -> bool:
         value = float(norm)
         if math.isfinite(value):
             self._in_a_row = 0

@@ -13,7 +13,6 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dream_trainer.compat.pytorch import foreach_clamp_max_, foreach_clamp_min_, foreach_div_, plain_beside_dtensors
 from dream_trainer.config.device_parameters import DeviceParameters
@@ -65,9 +64,8 @@ class OptimizerStep:
         self._loss_scale = accumulation.loss_scale
         self._origins = accumulation.origins
         self._world, self._stages, self._device = world, world.stage_group(), world.parameter_device
-        self._ties: TiedGradients | None = None
-        if self._stages is not None:
-            self._ties = TiedGradients(registry, world, self._stages, gradients, accumulation)
+        stages = self._stages
+        self._ties = None if stages is None else TiedGradients(registry, world, stages, gradients, accumulation)
         # MPS has no float64.
         self._scalar_dtype = torch.float32 if self._device.type == "mps" else torch.float64
         # Of each `step`. Not the one of `backward`: such a context cannot be entered again inside itself.
@@ -108,11 +106,6 @@ class OptimizerStep:
 
     def step(self, model: nn.Module, optimizers: tuple[Optimizer, ...], schedulers: Sequence[Any]) -> Tensor:
         self._accumulation.check_step()
-        for scheduler in schedulers:
-            if isinstance(scheduler, ReduceLROnPlateau):
-                raise StepError(
-                    "ReduceLROnPlateau needs a metric: call scheduler.step(metrics[...]) in post_val_epoch instead."
-                )
         if (model, optimizers) not in self._pairs:
             self._registry.refuse_another_model(model, optimizers)
             self._pairs.add((model, optimizers))
@@ -125,8 +118,7 @@ class OptimizerStep:
         with self._parallel.stepping() if self._parallel.changes_in_steps else _NOTHING:
             norm = self._advance(model, optimizers, plan, can_rerun=can_rerun)
         self._origins.stepped(optimizers)
-        for optimizer in optimizers:
-            self.times_stepped[id(optimizer)] += 1
+        self.times_stepped.update(map(id, optimizers))
         if self._world.data_size > 1 or self._accumulation.reduced:
             self._accumulation.own.forget()
         for scheduler in schedulers:
@@ -225,16 +217,20 @@ class OptimizerStep:
         if self._local_gradients.waiting:
             self._parallel.reduce_what_waits(plan.parameters)
         weight = self._accumulation.spend_weight(model)
-        with self._own_time if self._own_time.is_wanted else _NOTHING:
+        with self._own_time if self._world.world_size > 1 else _NOTHING:
             carried = plan.averaging.run(weight if plan.is_whole else None) if plan.averaging else None
             if self._ties is not None:
                 self._ties.add_up(plan.tied, number := self._origins.number_of(optimizers))
                 self._local_gradients.note_step(number)
             grads = gradients_of(plan)
-            for place in plan.sums:
-                if grads[place]:
-                    foreach_div_(grads[place], float(plan.groups[place].divisor))
-            norm, total = self._norm(plan, grads, weight, carried, self._lacking(plan))
+            for group, of_group in zip(plan.groups, grads, strict=True):
+                if group.divisor != 1 and of_group:
+                    foreach_div_(of_group, float(group.divisor))
+            # Positions of the parameters whose gradients, if any, come only from other ranks.
+            used = self._local_gradients.used
+            lacking = [place for place, p in enumerate(plan.sharded) if p.requires_grad and id(p) not in used]
+            used.difference_update(map(id, plan.sharded))
+            norm, total = self._norm(plan, grads, weight, carried, lacking)
             if self._stages is not None:
                 norm = norm_over_stages(norm, self._stages)
         # A second turn in the window only consists of its last micro-batch.
@@ -247,19 +243,9 @@ class OptimizerStep:
 
     def _clipping(self, norm: Tensor, limit: float) -> tuple[Tensor, ...]:
         """The limit, 1e-6 and 1 as tensors like the norm: with Python numbers operations take 2 to 5 times as long."""
-        constants = self._clip_constants.get(norm.dtype)
-        if constants is None:
-            constants = tuple([torch.full_like(norm, value) for value in (limit, 1e-6, 1.0)])
-            self._clip_constants[norm.dtype] = constants
-        return constants
-
-    def _lacking(self, plan: StepPlan) -> list[int]:
-        """Positions in `plan.sharded` of the parameters whose gradients, if any, come only from other ranks."""
-        used, lacking = self._local_gradients.used, []
-        if not plan.sharded_ids <= used:
-            lacking = [i for i, p in enumerate(plan.sharded) if p.requires_grad and id(p) not in used]
-        used -= plan.sharded_ids
-        return lacking
+        if norm.dtype not in self._clip_constants:
+            self._clip_constants[norm.dtype] = tuple([torch.full_like(norm, value) for value in (limit, 1e-6, 1.0)])
+        return self._clip_constants[norm.dtype]
 
     def _norm(
         self,
@@ -270,26 +256,25 @@ class OptimizerStep:
         lacking: Sequence[int],
     ) -> tuple[Tensor, Weight | None]:
         """The gradients' norm, and all ranks' weight: `total`, or summed here if nothing carried it."""
-        if self._world.step_size == 1:
-            return self._local_norm(plan, grads), weight
-        if plan.is_whole:
-            return self._local_norm(plan, grads), total
+        if self._world.step_size == 1 or plan.is_whole:
+            return self._local_norm(plan, grads), weight if self._world.step_size == 1 else total
         norm, total, unused = global_norm(plan, grads, weight, self._device, lacking)
         for place in unused:
             parameter = plan.sharded[place]
             if parameter.grad is not None and id(parameter) not in self._local_gradients.zeros:
                 raise StepError(
-                    f"{self._names_of(parameter)} has a gradient of code that took its shard (to_local, "
-                    "redistribute), no part of the whole gradient. Compute with the parameter itself."
+                    f"{self._registry.parameter_names()[id(parameter)]} has a gradient of code that took its shard "
+                    "(to_local, redistribute), no part of the whole gradient. Compute with the parameter itself."
                 )
             parameter.grad = None
         for place in set(lacking).difference(unused):
             parameter = plan.sharded[place]
             if id(self._local_gradients.sharded[id(parameter)]) not in self._local_gradients.ran:
                 raise StepError(
-                    f"other ranks ran the block of {self._names_of(parameter)} in this window, and rank "
-                    f"{self._world.rank} did not. Blocks are gathered from all ranks: run each on every rank (times 0 "
-                    "if unwanted), choose by a seed that all ranks share, or keep the model whole (dp_shard=1)."
+                    f"other ranks ran the block of {self._registry.parameter_names()[id(parameter)]} in this window, "
+                    f"and rank {self._world.rank} did not. Blocks are gathered from all ranks: run each on every rank "
+                    "(times 0 if unwanted), choose by a seed that all ranks share, or keep the model whole "
+                    "(dp_shard=1)."
                 )
         return norm, total
 
@@ -304,11 +289,6 @@ class OptimizerStep:
             return local_norm(plan, grads[0], self._device)
         groups = zip(plan.groups, grads, strict=True)
         return local_norm(plan, [grad for group, own in groups if group.is_counted for grad in own], self._device)
-
-    def _names_of(self, parameter: nn.Parameter) -> str:
-        models = self._registry.models().items()
-        named = [(name, other) for prefix, model in models for name, other in model.named_parameters(prefix)]
-        return ", ".join(name for name, other in named if other is parameter)
 
     def _scale(
         self, weight: Weight | None, total: Weight | None, n_batches: int
