@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, cast
 
 import torch
@@ -82,35 +81,17 @@ def changing_backend(
     return compile_changed
 
 
-@contextmanager
-def own_errors(kind: type[Exception], of_shapes: Callable[[str], Exception]) -> Iterator[None]:
-    """Inside, errors of `kind` come without the compiler's around them, and those of attention's shapes changed."""
-    from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError
+def errors_of_compiler() -> ModuleType:
+    import torch._dynamo.exc
 
-    try:
-        yield
-    except BackendCompilerFailed as error:
-        if isinstance(error.inner_exception, kind):
-            raise error.inner_exception from None
-        raise
-    except TorchRuntimeError as error:
-        if "scaled_dot_product_attention" not in str(error):
-            raise
-        raise of_shapes(str(error)) from error
+    return torch._dynamo.exc
 
 
-def compiled_too_often() -> type[Exception]:
-    """The error of a function that has the maximum number of graphs, none of which fits."""
-    from torch._dynamo.exc import FailOnRecompileLimitHit
-
-    return FailOnRecompileLimitHit
-
-
-def options_of_mode(mode: str | None) -> dict[str, Any]:
-    """Options for `torch.compile(options=...)`, which does not accept `mode` at the same time."""
+def options_of_overlap(mode: str | None) -> dict[str, Any]:
+    """Options of `torch.compile`, instead of a mode, that overlap products of split layers with their collectives."""
     from torch._inductor import list_mode_options
 
-    return {**list_mode_options(mode)} if mode else {}
+    return {**(list_mode_options(mode) if mode else {}), "_micro_pipeline_tp": True}
 
 
 # -- Collectives in graphs, and results of running ones as inputs of compiled code (`AsyncCollectiveTensor` is private).
@@ -120,8 +101,7 @@ class _Waited(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, running: Any) -> Tensor:
         # Detached: the inner tensor may be returned again, and would otherwise be in two graphs.
-        waited: Tensor = running.trigger_wait().detach()
-        return waited
+        return cast(Tensor, running.trigger_wait().detach())
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
