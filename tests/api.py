@@ -37,7 +37,7 @@ _NAMES = {
     "dream_trainer.cli.new": "EXAMPLES LAUNCH",
     "dream_trainer.cli.plot": "draw panels read_log",
     "dream_trainer.compat.attention": "BlockMask causal_to_the_last_key",
-    "dream_trainer.compat.compiler": "is_compiled never_compiled options_of_overlap waited why_memory_is_not_shared",
+    "dream_trainer.compat.compiler": "is_compiled never_compiled waited why_memory_is_not_shared",
     "dream_trainer.compat.forked_start": "sure_to_start",
     "dream_trainer.compat.fully_shard": "as_one_backward watch_gradients",
     "dream_trainer.gradient_state": "GradientState",
@@ -90,7 +90,7 @@ _NAMES = {
     ),
     "dream_trainer.distributed.watchdog": "Watchdog",
     "dream_trainer.distributed.world": "World",
-    "dream_trainer.parallel.axis": "AXES AxisSetup lay_mesh_among_data",
+    "dream_trainer.parallel.axis": "AXES AxisSetup options_of_overlap lay_mesh_among_data",
     "dream_trainer.errors": (
         "CheckpointError ConfigError DamagedCheckpointError DataError HookError InitError NonFiniteError "
         "RanksDifferError StepError"

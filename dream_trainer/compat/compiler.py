@@ -87,11 +87,11 @@ def errors_of_compiler() -> ModuleType:
     return torch._dynamo.exc
 
 
-def options_of_overlap(mode: str | None) -> dict[str, Any]:
-    """Options of `torch.compile`, instead of a mode, that overlap products of split layers with their collectives."""
+def options_of_mode(mode: str | None) -> dict[str, Any]:
+    """Options for `torch.compile(options=...)`, which does not accept `mode` at the same time."""
     from torch._inductor import list_mode_options
 
-    return {**(list_mode_options(mode) if mode else {}), "_micro_pipeline_tp": True}
+    return {**list_mode_options(mode)} if mode else {}
 
 
 # -- Collectives in graphs, and results of running ones as inputs of compiled code (`AsyncCollectiveTensor` is private).

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -42,7 +41,8 @@ def ranks_of_group(name: str) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-def without_propagation(paused: Callable[[], AbstractContextManager[object]]) -> AbstractContextManager[object]:
+@contextmanager
+def without_propagation(paused: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
     """DTensor finds out global shapes by operations on tensors without values, in a mode that is on if there is one:
     they are nothing that a rank holds. Inside, it does that in `paused()`."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -53,4 +53,8 @@ def without_propagation(paused: Callable[[], AbstractContextManager[object]]) ->
         with paused():
             return propagate(self, schema)
 
-    return patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", apart)
+    ShardingPropagator._propagate_tensor_meta_non_cached = apart  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dream_trainer.checks import divisors, refuse, spell
-from dream_trainer.compat.compiler import options_of_overlap, waited, why_memory_is_not_shared
+from dream_trainer.compat.compiler import options_of_mode, waited, why_memory_is_not_shared
 from dream_trainer.compat.pytorch import is_dtensor
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import ConfigError, HookError
@@ -172,6 +172,11 @@ def ranks_with_one_part(world: World, mesh: DeviceMesh) -> ProcessGroup | None:
 
 
 # -- The parallelisms of this package.
+
+
+def options_of_overlap(mode: str | None) -> dict[str, Any]:
+    """The compiler's options that overlap products of split layers with their collectives, and those of `mode`."""
+    return {**options_of_mode(mode), "_micro_pipeline_tp": True}
 
 
 class Traced(Changed):
