@@ -88,7 +88,7 @@ _NAMES = {
     ),
     "dream_trainer.distributed.watchdog": "Watchdog",
     "dream_trainer.distributed.world": "World",
-    "dream_trainer.parallel.axis": "AXES AxisSetup options_of_overlap lay_mesh_among_data shape_among_data",
+    "dream_trainer.parallel.axis": "AXES AxisSetup options_of_overlap lay_mesh_among_data",
     "dream_trainer.errors": (
         "CheckpointError ConfigError DamagedCheckpointError DataError HookError InitError NonFiniteError "
         "RanksDifferError StepError"
@@ -118,7 +118,7 @@ _NAMES = {
     "dream_trainer.parallel.tensor_layers": "EqualParts declare_random_layer undeclared_dropouts",
     "dream_trainer.modules.recompute": "Recomputed recompute",
     "dream_trainer.parallel.sharding": (
-        "frozen fsdp_modules gathered refuse_unsupported remember_cut repeated_blocks shard_by_blocks"
+        "frozen fsdp_modules refuse_unsupported remember_cut repeated_blocks shard_by_blocks"
     ),
     "dream_trainer.nested": "average detach to_device",
     "dream_trainer.optim": (

@@ -1128,8 +1128,8 @@ MUTANTS = [
     Mutant(
         "stages whose ranks share sequences are warned of the numbers of their micro-batches",
         "dream_trainer/parallel/pipeline.py",
-        "            with self.aside():\n                return new_schedule(",
-        "            if True:\n                return new_schedule(",
+        "        with self.aside():\n            return new_schedule(",
+        "        if True:\n            return new_schedule(",
         "tests/trainer/test_pipeline_meshes.py -k 4",
     ),
     Mutant(
@@ -1198,7 +1198,7 @@ MUTANTS = [
     Mutant(
         "functions that the compiler leaves whole attend within one rank's positions",
         "dream_trainer/parallel/context_attention.py",
-        "        node.target = _inside(in_graphs, function)\n",
+        "        node.target = call_inside\n",
         "        pass\n",
         "tests/modules/test_compiled_attention_ranks.py -k leaves",
     ),
@@ -2256,8 +2256,8 @@ MUTANTS = [
     Mutant(
         "copies of weights in an optimizer stay whole",
         "dream_trainer/parallel/parallel_models.py",
-        "                    exchange = _Exchange({**shards, **parts})\n",
-        "                    exchange = _Exchange(shards)\n",
+        "                    setattr(optimizer, name, _exchanged(value, {**shards, **parts}, met))\n",
+        "                    setattr(optimizer, name, _exchanged(value, shards, met))\n",
         "tests/trainer/test_whole_weights.py -k shards",
     ),
     Mutant(

@@ -27,7 +27,7 @@ from dream_trainer.distributed.ranks import on_all_ranks
 from dream_trainer.errors import CheckpointError, ConfigError, HookError, StepError
 from dream_trainer.events.callback import AveragingCallback
 from dream_trainer.events.collection import numbered
-from dream_trainer.parallel.sharding import is_gathered
+from dream_trainer.parallel.sharding import ARE_GATHERED
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.state_registry import CALLBACK_PREFIX
 
@@ -377,7 +377,7 @@ class WeightAverage(AveragingCallback):
 
     @contextmanager
     def _standing_in(self, trainer: AbstractTrainer, names: set[str]) -> Iterator[None]:
-        whole = [name for name in names if is_gathered(trainer.named_models()[name])]
+        whole = [name for name in names if trainer.named_models()[name] in ARE_GATHERED]
         if whole:
             raise StepError(
                 f"averages were to stand in for the weights of {', '.join(sorted(whole))} inside gathered(), which has "

@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, cast
 
 import torch
@@ -82,28 +81,10 @@ def changing_backend(
     return compile_changed
 
 
-@contextmanager
-def own_errors(kind: type[Exception], of_shapes: Callable[[str], Exception]) -> Iterator[None]:
-    """Inside, errors of `kind` come without the compiler's around them, and those of attention's shapes changed."""
-    from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError
+def errors_of_compiler() -> ModuleType:
+    import torch._dynamo.exc
 
-    try:
-        yield
-    except BackendCompilerFailed as error:
-        if isinstance(error.inner_exception, kind):
-            raise error.inner_exception from None
-        raise
-    except TorchRuntimeError as error:
-        if "scaled_dot_product_attention" not in str(error):
-            raise
-        raise of_shapes(str(error)) from error
-
-
-def compiled_too_often() -> type[Exception]:
-    """The error of a function that has the maximum number of graphs, none of which fits."""
-    from torch._dynamo.exc import FailOnRecompileLimitHit
-
-    return FailOnRecompileLimitHit
+    return torch._dynamo.exc
 
 
 def options_of_mode(mode: str | None) -> dict[str, Any]:
@@ -120,8 +101,7 @@ class _Waited(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, running: Any) -> Tensor:
         # Detached: the inner tensor may be returned again, and would otherwise be in two graphs.
-        waited: Tensor = running.trigger_wait().detach()
-        return waited
+        return cast(Tensor, running.trigger_wait().detach())
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:

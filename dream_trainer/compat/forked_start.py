@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import os
-import select
 import sys
+from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext, ForkContext, ForkProcess
 from multiprocessing.popen_fork import Popen
 from multiprocessing.process import BaseProcess
@@ -56,11 +56,9 @@ class _SureContext(ForkContext):
 
 def _says_something(child: Popen, reader: int) -> bool:
     """Whether a process has begun to run, or has ended; one that has not is killed."""
-    pipe = select.poll()  # select.select takes no file number beyond 1023
-    pipe.register(reader, select.POLLIN)
     said = []
     try:
-        said = pipe.poll(START_SECONDS * 1000)
+        said = wait([reader], START_SECONDS)
     finally:
         if not said:
             child.kill()

@@ -263,7 +263,6 @@ class SharedGroup(DifferentiableGroup):
     _number: int  # among the groups
 
     def unshard(self, async_op: bool = False) -> None:
-        """Also notes the all-gather, if there is one."""
         if self._all_gather_result is None and not self.is_unsharded:
             self._local_gradients.note_collective(2 * self._number)
         with self._local_gradients.own_time:
@@ -279,7 +278,6 @@ class SharedGroup(DifferentiableGroup):
         return super().pre_forward(*args, **kwargs)
 
     def hold_touched(self) -> None:
-        """Also notes that the group ran, and that gradients wait for the step."""
         super().hold_touched()
         self._local_gradients.ran.add(id(self))
         self._local_gradients.waiting.add(self)
@@ -370,7 +368,6 @@ class WholeGroup(DifferentiableGroup):
             self.reshard()
 
     def let_touched_go(self) -> None:
-        """Also gives the gradients to the optimizer's parameters."""
         super().let_touched_go()
         self.post_backward()
 
@@ -400,13 +397,14 @@ def _refuse_hooks(parameter: Any) -> None:
         )
 
 
-def watch_gradients(module: FSDPModule, local_gradients: GradientState, touchable: TouchableShards) -> None:
-    """Makes the group of `fully_shard(module)` end its backwards as above, and registers it in `local_gradients`."""
+def watch_gradients(module: FSDPModule, local_gradients: GradientState, touchable: TouchableShards) -> bool:
+    """Makes the group of `fully_shard(module)` end its backwards as above, and registers it in `local_gradients`.
+    Returns whether its parameters are sharded over ranks."""
     state = module._get_fsdp_state()
     state.__class__ = UnseenState
     group = state._fsdp_param_group
     if group is None:
-        return
+        return False
     is_whole = isinstance(group.mesh_info, FSDPMeshInfo) and group.mesh_info.shard_mesh_size == 1
     group.__class__ = WholeGroup if is_whole else SharedGroup
     shared = cast("SharedGroup", group)
@@ -418,11 +416,7 @@ def watch_gradients(module: FSDPModule, local_gradients: GradientState, touchabl
     if not is_whole:
         local_gradients.sharded |= {id(parameter.sharded_param): group for parameter in group.fsdp_params}
     touchable.add(group)
-
-
-def is_shared(module: FSDPModule) -> bool:
-    """Whether the parameters that `fully_shard(module)` manages are sharded over ranks."""
-    return isinstance(module._get_fsdp_state()._fsdp_param_group, SharedGroup)
+    return not is_whole
 
 
 def take_note(module: FSDPModule) -> None:

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
@@ -163,8 +163,7 @@ def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     text = json.dumps(values, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
-    plain: dict[str, Any] = json.loads(text)
-    return plain
+    return cast("dict[str, Any]", json.loads(text))
 
 
 def _mergeable(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -36,8 +37,6 @@ _ALL_HAVE_GRADIENTS = torch.__version__ < "2.13"
 """Whether PyTorch sends back a gradient of whatever a stage is given, which has to be a float then (2.11)."""
 _FLOATS = {2: torch.float16, 4: torch.float32, 8: torch.float64}  # by the bytes of a number
 
-RunStage = Callable[[tuple[Any, ...], int], Any]
-
 
 class ScheduledStage(PipelineStage):
     """A stage that calls `run` with what the stage before gives and a micro-batch's number, and reduces nothing."""
@@ -45,7 +44,7 @@ class ScheduledStage(PipelineStage):
     def __init__(
         self,
         module: nn.Module,
-        run: RunStage,
+        run: Callable[[tuple[Any, ...], int], Any],
         *,
         place: tuple[int, int],
         inputs: Sequence[Tensor],
@@ -259,8 +258,7 @@ class _Held(NamedTuple):
     def wait(self) -> None: ...
 
 
-@contextmanager
-def sent_is_held() -> Iterator[None]:
+def sent_is_held() -> AbstractContextManager[object]:
     """Inside, stages of a pipeline hold what they send as long as real ones do."""
     send = schedules._batch_p2p
 
@@ -268,8 +266,4 @@ def sent_is_held() -> Iterator[None]:
         sent = [message.tensor for message in messages if message.op is dist.isend]
         return [*send(messages, *args, **kwargs), _Held(sent)]
 
-    schedules._batch_p2p = batch_p2p  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        schedules._batch_p2p = send
+    return patch.object(schedules, "_batch_p2p", batch_p2p)

@@ -254,9 +254,7 @@ def shutdown_workers(iterator: object) -> None:
         timer.join()
 
 
-def without_torch_function() -> AbstractContextManager[None]:
-    """A context that calls no `__torch_function__`, of modes or of subclasses."""
-    return torch._C.DisableTorchFunction()
+without_torch_function = torch._C.DisableTorchFunction  # of modes or of subclasses
 
 
 def unnoticed_writes(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
@@ -265,7 +263,6 @@ def unnoticed_writes(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
 
 
 def reading_waits(device: torch.device) -> bool:
-    """Whether reading a number from `device` makes the host wait for it."""
     return device.type != "cpu"
 
 
@@ -463,8 +460,7 @@ def steps_taken(scheduler: LRScheduler | ReduceLROnPlateau) -> int:
     """How often a scheduler was stepped since its beginning; 0 of one of a user class that keeps no count."""
     if isinstance(scheduler, ChainedScheduler):
         return max(steps_taken(part) for part in scheduler._schedulers)
-    steps: int = vars(scheduler).get("last_epoch", 0)
-    return steps
+    return cast(int, vars(scheduler).get("last_epoch", 0))
 
 
 OfTensors = WeakTensorKeyDictionary  # a value for each tensor, also when its python object dies and comes back
@@ -537,8 +533,7 @@ def operation(name: str) -> OpOverload | None:
     """The operation of a name such as `"aten.mm.default"`; None for one of our defaults that this PyTorch lacks."""
     try:
         namespace, packet, overload = name.split(".")
-        operation_of_name: OpOverload = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-        return operation_of_name
+        return cast(OpOverload, getattr(getattr(getattr(torch.ops, namespace), packet), overload))
     except (ValueError, AttributeError, RuntimeError):
         if name in EXPENSIVE_OPERATIONS:
             return None

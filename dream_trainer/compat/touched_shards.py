@@ -57,7 +57,7 @@ _RANDOM = {
 }  # each rank draws all numbers, as one process does
 _SHARES_MEMORY = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.share_memory_}
 _places: MutableMapping[Tensor, tuple[TouchableShards, Any, Any]] = OfTensors()
-"""For each touchable shard, which only `add` and `_alias` make: the TouchableShards, PyTorch's group and FSDPParam."""
+"""For each touchable shard, of `add` or `detach()`: the TouchableShards, PyTorch's group and FSDPParam."""
 
 
 class ShardValue(DTensor):
@@ -85,7 +85,9 @@ class TouchableShard(DTensor):
         first = args[0] if args else next(iter(kwargs.values()))  # torch.nn.init passes its tensor as a keyword
         if type(first) is cls:
             if func is Tensor.detach or func == _GET_DATA:
-                return _alias(func, first)
+                alias = _as_shards(func, (first,), {})  # written to it is a shard, and read the whole parameter
+                alias.__class__, _places[alias] = cls, _places[first]
+                return alias
             if func is Tensor.requires_grad_ or func == _SET_REQUIRES_GRAD:
                 return _set_requires_grad(func, args, kwargs)
             if func == _SET_GRAD:
@@ -272,14 +274,6 @@ def _copied(value: Any) -> Any:
         return value
     copy = _whole(value).detach().clone()
     return nn.Parameter(copy, value.requires_grad) if isinstance(value, nn.Parameter) else copy
-
-
-def _alias(func: Any, shard: Any) -> Any:
-    """What `detach()` and `data` give: written to it is a shard, and read the whole parameter."""
-    result = _as_shards(func, (shard,), {})
-    result.__class__ = TouchableShard
-    _places[result] = _places[shard]
-    return result
 
 
 def _set_requires_grad(func: Any, args: Any, kwargs: Any) -> Any:

@@ -142,11 +142,6 @@ class MeshParallelism(Parallelism):
         return mesh
 
 
-def shape_among_data(replicate: int, shard: int, degree: int) -> tuple[int, int, int]:
-    """Sizes of (dp_replicate, dp_shard, the dimension): shards are cut first, and copies where nothing is sharded."""
-    return (replicate, shard // degree, degree) if shard > 1 else (replicate // degree, 1, degree)
-
-
 def lay_mesh_among_data(world: World, dimension: str, degree: int) -> DeviceMesh:
     """A mesh whose last dimension has neighbours of those ranks that see different data; every rank calls it."""
     _, copies, shards, *_ = world.parameter_shape
@@ -156,7 +151,8 @@ def lay_mesh_among_data(world: World, dimension: str, degree: int) -> DeviceMesh
         f"{degree} ranks of {dimension} do not divide the {n_ranks} of {'dp_shard' if shards > 1 else 'dp_replicate'}, "
         f"among which they are. Use {spell(divisors(n_ranks))}.",
     )
-    shape = shape_among_data(copies, shards, degree)
+    # Shards are cut first, and copies where nothing is sharded.
+    shape = (copies, shards // degree, degree) if shards > 1 else (copies // degree, 1, degree)
     ranks = torch.arange(world.world_size).view(world.stages, *shape, world.mesh_shape.tp)
     ranks = ranks.movedim(-1, 2).flatten(1, 2)
     mesh = DeviceMesh(world.device.type, ranks, mesh_dim_names=("pp", "dp_replicate", "dp_shard", dimension))
@@ -270,7 +266,7 @@ class ExpertParallelism(MeshParallelism):
     def connect(self, setup: AxisSetup) -> None:
         """Mixtures of experts balance them by the loads of all ranks, be they divided or not."""
         balance = ExpertBalance(setup.models, setup.world, setup.log)
-        if balance:
+        if balance.layers or balance.logged:
             setup.parallel.after_steps.append(balance.update)
         balanced = [path for path, layer in balance.layers.items() if layer.balance_rate]
         if setup.world.workers > 1 and balanced:

@@ -35,12 +35,11 @@ from dream_trainer.compat.compiler import (
     CompiledInside,
     change_calls,
     changing_backend,
-    compiled_too_often,
+    errors_of_compiler,
     exchanged_in_graph,
     gathered_in_graph,
     is_opaque,
     is_traced,
-    own_errors,
     summed_in_graph,
 )
 from dream_trainer.compat.pytorch import function_modes, in_backward, is_dtensor
@@ -330,7 +329,7 @@ class SharedBlock(CompiledInside, Changed):
                 "device_parameters.activation_checkpointing, or compile=False."
             )
         if takeover is None:  # outside steps, each rank has whole sequences
-            with own_errors(DreamTrainerError, _misfit):
+            with _own_errors():
                 return type(self)._whole(self, *args, **kwargs)
         forward, lengths = super().forward, frozenset(takeover.attention.lengths)
         # Equal blocks share graphs, up to PyTorch's limit; if blocks differ more, each gets separate graphs.
@@ -338,9 +337,9 @@ class SharedBlock(CompiledInside, Changed):
             if key not in takeover.compiled:
                 takeover.compiled[key] = _compiled(takeover, *type(self)._backend)
             try:
-                with takeover.aside(), has_keys_elsewhere(), own_errors(DreamTrainerError, _misfit):
+                with takeover.aside(), has_keys_elsewhere(), _own_errors():
                     output = takeover.compiled[key](forward, *args, **kwargs)
-            except compiled_too_often():  # from now on only its graphs that fit are used
+            except errors_of_compiler().FailOnRecompileLimitHit:  # from now on only its graphs that fit are used
                 takeover.compiled[key] = torch.compiler.set_stance("eager_on_recompile")(takeover.compiled[key])
                 continue
             if output is not None:
@@ -387,21 +386,30 @@ def _share(in_graphs: AttentionTakeover, node: torch.fx.Node, is_in_function: bo
     if handler is not None:
         node.target = handler
     elif is_opaque(function):
-        node.target = _inside(in_graphs, function)
+
+        @wraps(function)
+        def call_inside(*args: Any, **kwargs: Any) -> Any:
+            with in_graphs:
+                return function(*args, **kwargs)
+
+        node.target = call_inside
 
 
-def _inside(in_graphs: AttentionTakeover, function: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with in_graphs:
-            return function(*args, **kwargs)
-
-    return call
-
-
-def _misfit(text: str) -> StepError:
-    return StepError(
-        "scaled_dot_product_attention in a compiled block was given shapes that do not fit. In context_parallel a mask "
-        "has the keys of all ranks, and the compiler knows those of one: use packed_attention, is_causal=True, or "
-        f"compile=False. PyTorch says: {text.splitlines()[0]}"
-    )
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Inside, our errors come without the compiler's around them, and those of attention's shapes are explained."""
+    errors = errors_of_compiler()
+    try:
+        yield
+    except errors.BackendCompilerFailed as error:
+        if isinstance(error.inner_exception, DreamTrainerError):
+            raise error.inner_exception from None
+        raise
+    except errors.TorchRuntimeError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+        raise StepError(
+            "scaled_dot_product_attention in a compiled block was given shapes that do not fit. In context_parallel a "
+            "mask has the keys of all ranks, and the compiler knows those of one: use packed_attention, "
+            f"is_causal=True, or compile=False. PyTorch says: {str(error).splitlines()[0]}"
+        ) from error

@@ -6,7 +6,7 @@ Ranks join after each accumulation step, so validations, checkpoints and exports
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
@@ -17,12 +17,10 @@ from torch import Tensor
 
 from dream_trainer.checks import check_choice, check_pattern
 from dream_trainer.compat.pytorch import (
-    AnyBatchNorm,
     NormWithStatistics,
     foreach_copy_,
     is_persistent,
     local_tensor,
-    storage_id,
 )
 from dream_trainer.distributed.ranks import Ranks, differing_facts, refuse_differences
 from dream_trainer.errors import ConfigError, StepError
@@ -50,8 +48,7 @@ class _Buffer(NamedTuple):
 
     @property
     def value(self) -> Tensor:
-        tensor: Tensor = self.module.get_buffer(self.key)
-        return local_tensor(tensor).detach()
+        return local_tensor(self.module.get_buffer(self.key)).detach()
 
 
 class JoinedBuffers:
@@ -69,7 +66,6 @@ class JoinedBuffers:
                 raise ConfigError(
                     f"buffer_policies() has {pattern!r}, which matches no buffer. The buffers are: {names}."
                 )
-        self._check_types(named)
 
     def _buffers(self) -> list[_Buffer]:
         buffers: dict[int, _Buffer] = {}
@@ -83,14 +79,16 @@ class JoinedBuffers:
                 of_norm = not chosen and isinstance(part, NormWithStatistics) and not isinstance(part, nn.SyncBatchNorm)
                 default: BufferPolicy = "mean" if key in ("running_mean", "running_var") else "as is"
                 policy = chosen[0] if chosen else default if of_norm else None
+                if policy == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+                    raise ConfigError(
+                        f'buffer_policies() has "mean" for {name}, which is {tensor.dtype} and has no mean. Use '
+                        '"rank 0" or "as is".'
+                    )
                 buffers.setdefault(id(tensor), _Buffer(name, part, key, policy, of_norm))
         return [*buffers.values()]
 
-    def averaged_storages(self) -> set[int]:
-        return {storage_id(buffer.value) for buffer in self._buffers() if buffer.policy == "mean"}
-
-    def with_policy(self, policy: BufferPolicy) -> list[str]:
-        return [buffer.name for buffer in self._buffers() if buffer.policy == policy]
+    def with_policy(self, policy: BufferPolicy) -> dict[str, Tensor]:
+        return {buffer.name: buffer.value for buffer in self._buffers() if buffer.policy == policy}
 
     def different(self, ranks: Ranks) -> list[str]:
         """Buffers that checkpoints have once and that differ between ranks against their policy; a collective."""
@@ -105,21 +103,11 @@ class JoinedBuffers:
             names |= {name for one in of_ranks for name in one if len({other.get(name) for other in of_ranks}) > 1}
         return sorted(names)
 
-    def _check_types(self, buffers: Iterable[_Buffer]) -> None:
-        for buffer in buffers:
-            dtype = buffer.value.dtype
-            if buffer.policy == "mean" and not (dtype.is_floating_point or dtype.is_complex):
-                raise ConfigError(
-                    f'buffer_policies() has "mean" for {buffer.name}, which is {dtype} and has no mean. Use "rank 0" '
-                    'or "as is".'
-                )
-
     @torch.no_grad()
     def join(self, ranks: Ranks, group: dist.ProcessGroup | None) -> None:
         """Makes buffers equal on the ranks of a step, as their policies say; a collective."""
         if self._joined is None:
             joined = [buffer for buffer in self._buffers() if buffer.policy in ("mean", "rank 0")]
-            self._check_types(joined)
             self._joined = [(buffer, buffer.value.shape) for buffer in joined]
             facts = {b.name: f"{b.value.dtype} {[*b.value.shape]}" for b in joined}
             refuse_differences(ranks, facts, _SAME_SHAPE, among=ranks.data_peers)
@@ -175,12 +163,6 @@ def _take_first(values: Sequence[Tensor], group: dist.ProcessGroup | None) -> No
     parts = flat.split([value.nbytes for value in values])
     for value, part in zip(values, parts, strict=True):
         value.copy_(part.clone().view(value.dtype).view(value.shape))  # a part may begin between two elements
-
-
-def batch_norms(model: nn.Module) -> list[str]:
-    """The names of the layers that normalise over samples in training; frozen ones are taken to be in evaluation."""
-    norms = [(name, part) for name, part in model.named_modules() if isinstance(part, AnyBatchNorm)]
-    return [name for name, part in norms if part.weight is None or part.weight.requires_grad]
 
 
 # -- Weights that are real before they are sharded, made the same on all ranks: user code may have drawn them from

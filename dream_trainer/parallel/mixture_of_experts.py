@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dream_trainer.checks import check_between, check_choice, check_instance, check_integer
-from dream_trainer.compat.pytorch import has_values, is_dtensor
+from dream_trainer.compat.pytorch import has_values, is_dtensor, with_parameters
 from dream_trainer.distributed.world import World, gathered_rows, linear
 from dream_trainer.errors import ConfigError
 from dream_trainer.parallel.micro_batches import even_parts
@@ -164,7 +164,7 @@ def split_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
     Raises:
         ConfigError: The module has no direct parameters, or the ranks cannot share the experts evenly.
     """
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+    from torch.distributed.tensor import Shard, distribute_tensor
 
     own = list(experts.named_parameters(recurse=False))
     if not own:
@@ -173,11 +173,6 @@ def split_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
             "that has the stacked weights."
         )
     for name, weight in own:
-        if isinstance(weight, DTensor):
-            raise ConfigError(
-                f"{type(experts).__name__}.{name} is split already. Leave experts out of the plan of "
-                "apply_tensor_parallel: the ranks that share layers divide their rows."
-            )
         if weight.ndim == 0 or weight.shape[0] % mesh.size():
             raise ConfigError(
                 f"{type(experts).__name__}.{name} has shape {list(weight.shape)}, and expert_parallel={mesh.size()} "
@@ -204,20 +199,14 @@ def without_exchange(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def whole_experts(model: nn.Module) -> Iterator[None]:
     """Inside, each rank has the weights of all experts of `model`, and forwards exchange nothing. No gradients."""
-    exchanges = _exchanges(model)
-    own = [(part, name, weight) for part in exchanges for name, weight in part.named_parameters(recurse=False)]
-    split = [(part, name, weight) for part, name, weight in own if is_shared_by_experts(weight)]
-    for part, name, weight in split:
-        part.register_parameter(name, nn.Parameter(plain(weight), requires_grad=False))
-    for part in exchanges:
-        vars(part)["exchange"] = None
-    try:
+    with ExitStack() as stack:
+        for part, exchange in _exchanges(model).items():
+            split = [(name, p) for name, p in part.named_parameters(recurse=False) if is_shared_by_experts(p)]
+            whole: dict[str, Tensor] = {name: nn.Parameter(plain(p), requires_grad=False) for name, p in split}
+            stack.enter_context(with_parameters(part, whole))
+            stack.callback(vars(part).update, exchange=exchange)
+            vars(part)["exchange"] = None
         yield
-    finally:
-        for part, name, weight in split:
-            part.register_parameter(name, weight)
-        for part, exchange in exchanges.items():
-            vars(part)["exchange"] = exchange
 
 
 def _exchanges(model: nn.Module) -> dict[nn.Module, ExpertExchange]:
@@ -377,8 +366,7 @@ class SharedExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens `[..., width]`; the same shape."""
-        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
-        return out
+        return cast(Tensor, self.down(F.silu(self.gate(x)) * self.up(x)))
 
 
 class GatedExperts(nn.Module):
@@ -458,13 +446,10 @@ class ExpertBalance:
         self.layers = {path: part for part, path in named.items() if isinstance(part, MoE)}
         self._sizes = [layer.n_experts for layer in self.layers.values()]
         self._world, self._log = world, log
-        self._logged = list(self.layers)
+        self.logged = list(self.layers)
         if log is not None and world.stages > 1:
-            of_ranks = world.all_gather_object(self._logged)
-            self._logged = list(dict.fromkeys(path for of_rank in of_ranks for path in of_rank))
-
-    def __bool__(self) -> bool:
-        return bool(self.layers or self._logged)
+            of_ranks = world.all_gather_object(self.logged)
+            self.logged = list(dict.fromkeys(path for of_rank in of_ranks for path in of_rank))
 
     @torch.no_grad()
     def update(self) -> None:
@@ -481,8 +466,8 @@ class ExpertBalance:
                     evenness[path] = torch.stack((of_layer.amax(), of_layer.amin())) / mean
         if self._log is not None:
             none = torch.zeros(2, device=self._world.device)
-            of_all = torch.stack([evenness.get(path, none) for path in self._logged])
+            of_all = torch.stack([evenness.get(path, none) for path in self.logged])
             if (stages := self._world.stage_group()) is not None:
                 dist.all_reduce(of_all, dist.ReduceOp.MAX, group=stages)  # all have those of models that are whole
-            for path, (largest, smallest) in zip(self._logged, of_all, strict=True):
+            for path, (largest, smallest) in zip(self.logged, of_all, strict=True):
                 self._log({f"experts/{path}/max_load": largest, f"experts/{path}/min_load": smallest})

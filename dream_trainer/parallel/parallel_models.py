@@ -6,17 +6,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from dream_trainer.compat.pytorch import begin_root
+from dream_trainer.compat.pytorch import begin_root, whole_parameters
 from dream_trainer.errors import StepError
 from dream_trainer.gradient_state import GradientState
 from dream_trainer.nested import leaves
 from dream_trainer.parallel.sharded_model import ShardedModel
-from dream_trainer.parallel.sharding import fsdp_modules, gathered, outermost_fsdp_modules
+from dream_trainer.parallel.sharding import ARE_GATHERED, fsdp_modules, outermost_fsdp_modules
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -62,7 +63,7 @@ class ParallelModels:
         self, models: Iterable[nn.Module], world: World, sync_policy: str, optimizers: Callable[[], Iterable[Optimizer]]
     ) -> None:
         """From now on knows of the gradients of `models`, some of them wrapped by `fully_shard`."""
-        from dream_trainer.compat.fully_shard import is_shared, watch_gradients
+        from dream_trainer.compat.fully_shard import watch_gradients
         from dream_trainer.compat.touched_shards import TouchableShards
 
         touchable = TouchableShards(world.meet, in_stages=world.stages > 1)
@@ -73,8 +74,8 @@ class ParallelModels:
             for module in outermost_fsdp_modules(model):
                 begin_root(module)
         for module in self._wrapped:
-            watch_gradients(module, self.gradients, touchable)
-        self._shared = [module for module in self._wrapped if is_shared(module)]
+            if watch_gradients(module, self.gradients, touchable):
+                self._shared.append(module)
         if self._wrapped:
             self._touchable, self.changes_in_steps = touchable, True
         self._optimizers = WholeOptimizers(optimizers)
@@ -110,8 +111,14 @@ class ParallelModels:
     @contextmanager
     def gathered(self, *models: nn.Module) -> Iterator[None]:
         """Inside, `models` have full copies of their parameters on each rank, and forwards gather nothing."""
-        with self.whole(), gathered(*models), ExitStack() as stack:
+        with self.whole(), torch.no_grad(), ExitStack() as stack:
             for model in models:
+                if model not in ARE_GATHERED:
+                    ARE_GATHERED.add(model)
+                    stack.callback(ARE_GATHERED.discard, model)
+                for module in fsdp_modules(model):
+                    stack.enter_context(whole_parameters(module))
+                stack.callback(model.register_load_state_dict_pre_hook(_refuse_to_load).remove)
                 for axis in self.axes:
                     stack.enter_context(axis.whole(model))
             yield
@@ -132,7 +139,6 @@ class ParallelModels:
         reduce_what_waits(parameters, self.gradients)
 
     def reshard(self) -> None:
-        """Reshards parameters that a forward left gathered."""
         for module in self._wrapped:
             module.reshard()
 
@@ -287,7 +293,11 @@ def naming_what_is_elsewhere() -> Iterator[None]:
         raise
 
 
-_OF_EACH_OPTIMIZER = ("param_groups", "state", "defaults")
+def _refuse_to_load(*_: Any) -> None:
+    raise StepError(
+        "load_state_dict() was called inside gathered(), whose weights are copies that are gone at its end. Call it "
+        "outside, with sharded values, or use load_weights in load_pretrained()."
+    )
 
 
 # -- Optimizers of parameters that are shards between steps: their contents are swapped with the parameters.
@@ -330,47 +340,37 @@ class WholeOptimizers:
             for parameter in [p for p in optimizer.state if id(p) in others]:
                 optimizer.state[others[id(parameter)]] = optimizer.state.pop(parameter)
         for optimizer, name in self._attributes:
-            setattr(optimizer, name, _Exchange(others).of(vars(optimizer)[name]))
+            setattr(optimizer, name, _exchanged(vars(optimizer)[name], others, set()))
 
     def adopt(self, shards: Mapping[int, Tensor], parts: Mapping[int, Tensor]) -> None:
         """Looks through optimizers that are new, after an exchange."""
         self._attributes = []
         for optimizer in self._optimizers():
-            _Exchange(parts).of(optimizer.state)
+            _exchanged(optimizer.state, parts, set())
             for name, value in list(vars(optimizer).items()):
-                if name not in _OF_EACH_OPTIMIZER:
-                    exchange = _Exchange({**shards, **parts})
-                    setattr(optimizer, name, exchange.of(value))
-                    if not exchange.met.isdisjoint(shards):
+                if name not in ("param_groups", "state", "defaults"):
+                    met: set[int] = set()
+                    setattr(optimizer, name, _exchanged(value, {**shards, **parts}, met))
+                    if not met.isdisjoint(shards):
                         self._attributes.append((optimizer, name))
 
 
-class _Exchange:
-    """One walk through nested values. `met` are the ids of the tensors that gave their place to others."""
-
-    def __init__(self, others: Mapping[int, Tensor]) -> None:
-        self._others = others
-        self._seen: set[int] = set()
-        self.met: set[int] = set()
-
-    def of(self, value: Any) -> Any:
-        """`value`, changed in place except for tensors and tuples."""
-        if id(value) in self._others:
-            self.met.add(id(value))
-            return self._others[id(value)]
-        if type(value) is tuple:
-            return tuple(self.of(one) for one in value)
-        if id(value) in self._seen:
-            return value
-        self._seen.add(id(value))
-        if isinstance(value, list):
-            value[:] = [self.of(one) for one in value]
-        elif isinstance(value, dict):
-            for key, one in list(value.items()):
-                new = self.of(key)
-                if new is not key:
-                    del value[key]
-                value[new] = self.of(one)
-        elif isinstance(value, Optimizer):
-            self.of(vars(value))
-        return value
+def _exchanged(value: Any, others: Mapping[int, Tensor], met: set[int]) -> Any:
+    """`value`, changed in place except for tensors and tuples; adds to `met` the ids of all other values in it."""
+    is_new = id(value) not in met
+    met.add(id(value))
+    if id(value) in others:
+        return others[id(value)]
+    if type(value) is tuple:
+        return tuple(_exchanged(one, others, met) for one in value)
+    if isinstance(value, list) and is_new:
+        value[:] = [_exchanged(one, others, met) for one in value]
+    elif isinstance(value, dict) and is_new:
+        for key, one in list(value.items()):
+            new = _exchanged(key, others, met)
+            if new is not key:
+                del value[key]
+            value[new] = _exchanged(one, others, met)
+    elif isinstance(value, Optimizer) and is_new:
+        _exchanged(vars(value), others, met)
+    return value

@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dream_trainer.compat.fully_shard import as_one_backward, with_dtype
 from dream_trainer.compat.pipelining import ScheduledStage, as_tuple, new_schedule, refresh_copy
-from dream_trainer.compat.pytorch import is_dtensor, write_count
+from dream_trainer.compat.pytorch import is_dtensor, shard_dim, write_count
 from dream_trainer.distributed.ranks import refuse_differences
 from dream_trainer.distributed.seeds import numbers_of_place, preserved_random_state
 from dream_trainer.distributed.world import World
-from dream_trainer.errors import ConfigError, DataError, HookError, StepError
+from dream_trainer.errors import DataError, HookError, StepError
 from dream_trainer.modules.class_change import Changed, change_class
 from dream_trainer.modules.forward_state import ForwardState
 from dream_trainer.nested import concatenated, leaves, map_tensors
@@ -167,7 +167,10 @@ class Pipeline:
     ) -> Tensor:
         """Adds up the gradients of a batch; returns its loss, 0-dim float64, the same on all ranks."""
         n = self.microbatches
-        run, rows = self._built_for(inputs), rows_of(inputs)
+        key, rows = shapes_of(inputs), rows_of(inputs)
+        self._built[key] = run = self._built.pop(key, None) or self._build(inputs)
+        if len(self._built) > _KEPT_SCHEDULES:  # each has room for what it receives
+            del self._built[next(iter(self._built))]
         self._inputs, self._targets = cut(inputs, n, rows), cut(targets, n, rows)
         self._shares = [1 / n] * n if weights is None else weights
         self._loss_fn, self._losses, self._scaled = loss_fn, [], scaled
@@ -208,13 +211,6 @@ class Pipeline:
         output = self.own[stage](*positional, **named)
         return output if stage < self.last else with_dtype(output, self.output_dtype)
 
-    def _built_for(self, inputs: Any) -> Schedule:
-        key = shapes_of(inputs)
-        self._built[key] = built = self._built.pop(key, None) or self._build(inputs)
-        if len(self._built) > _KEPT_SCHEDULES:  # each has room for what it receives
-            del self._built[next(iter(self._built))]
-        return built
-
     def _build(self, inputs: Any) -> Schedule:
         first = cut(inputs, self.microbatches, rows_of(inputs))[:1]
         if self.verify is not None:
@@ -254,14 +250,8 @@ class Pipeline:
             )
             for number, like in seen.items()
         ]
-        try:
-            with self.aside():
-                return new_schedule(self.schedule, stages, self.microbatches)
-        except ValueError as error:
-            raise ConfigError(
-                f"schedule={self.schedule!r} cannot run microbatches={self.microbatches} through {len(self.ranks)} "
-                f"stages on {max(self.ranks) + 1} ranks: {error}"
-            ) from error
+        with self.aside():
+            return new_schedule(self.schedule, stages, self.microbatches)
 
     # -- without gradients
 
@@ -456,12 +446,10 @@ def layout_of(tensor: Tensor) -> int:
     if not is_dtensor(tensor):
         return PLAIN
     (placement,) = tensor.placements
-    if placement.is_replicate():
-        return WHOLE
-    for dim in range(tensor.ndim):
-        if placement.is_shard(dim):
-            return dim
-    raise HookError(
-        f"a stage gave a DTensor with the placement {placement}, which is still to be summed over the ranks of a "
-        "layer. Have the plan of tensor parallelism reduce it: output_layouts=Replicate() or Shard(dim)."
-    )
+    if placement.is_partial():
+        raise HookError(
+            f"a stage gave a DTensor with the placement {placement}, which is still to be summed over the ranks of a "
+            "layer. Have the plan of tensor parallelism reduce it: output_layouts=Replicate() or Shard(dim)."
+        )
+    dim = shard_dim(placement)
+    return WHOLE if dim is None else dim

@@ -311,18 +311,16 @@ def _called(pipeline: Pipeline, number: int) -> str:
 def _cannot_run(pipeline: Pipeline, number: int, error: Exception, given: tuple[Any, ...]) -> str:
     frame = failing_frame(error)
     line = "" if frame is None else f", at {line_of(frame[0].f_code, frame[1])}"
-    giver, cross = (f" by stage {number - 1}", f" {_CROSS}") if number else ("", "")
+    giver = f" by stage {number - 1}" if number else ""
+    others_cross = (
+        " Other values that a later stage needs, such as one end of a skip connection, must be passed too: return "
+        "both, `return x, skip`, and take both as arguments, or have pipeline_stages put its ends into one stage."
+    )
     return (
         f"{_called(pipeline, number)} cannot run: {type(error).__name__}: {str(error).rstrip('.')}{line}. It is "
         f"given {_kinds(given)}{giver}. Lists of layers omit other stages' layers, and other names are None: have "
-        f"its forward check, `if self.embedding is not None: ...`.{cross}"
+        f"its forward check, `if self.embedding is not None: ...`.{others_cross if number else ''}"
     )
-
-
-_CROSS = (
-    "Other values that a later stage needs, such as one end of a skip connection, must be passed too: return both, "
-    "`return x, skip`, and take both as arguments, or have pipeline_stages put its ends into one stage."
-)
 
 
 def _kinds(values: Any) -> str:

@@ -171,7 +171,6 @@ class ShardedModel:
         self._marks = self._writes()
         self.is_whole = True
 
-    @torch.no_grad()
     def leave(self) -> bool:
         """Gives the modules the shards, including writes to the whole parameters."""
         is_fresh = self.write_back()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
@@ -13,8 +13,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from dream_trainer.compat.pytorch import gathered_twins, is_dtensor, local_tensor, shard_dim, whole_parameters
-from dream_trainer.errors import ConfigError, StepError
+from dream_trainer.compat.pytorch import gathered_twins, is_dtensor, local_tensor, shard_dim
+from dream_trainer.errors import ConfigError
 from dream_trainer.modules.class_change import Changed, change_class, own_class
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ def shard_by_blocks(
     left_out = {parameter for parameter in model.parameters() if parameter.ndim == 0 or is_part(parameter)}
     if left_out:
         config, root = config | {"ignored_params": left_out}, root | {"ignored_params": left_out}
-    _refuse_several_dtypes(model, blocks, left_out)
     for block in blocks:
         fully_shard(block, **config)
     policy = root.get("mp_policy")
@@ -80,22 +79,6 @@ def refuse_unsupported(models: Mapping[str, nn.Module], world_size: int, *, are_
                 )
 
 
-def _refuse_several_dtypes(model: nn.Module, blocks: Sequence[nn.Module], left_out: set[nn.Parameter]) -> None:
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    seen = left_out.union(*(module.parameters() for module in fsdp_modules(model)))  # type: ignore[attr-defined]
-    for group in (*blocks, model):
-        own = [parameter for parameter in group.parameters() if parameter.requires_grad and parameter not in seen]
-        seen.update(own)
-        firsts = {parameter.dtype: parameter for parameter in reversed(own)}
-        if len(firsts) > 1:
-            said = " and ".join(f"{names[parameter]} of {dtype}" for dtype, parameter in firsts.items())
-            raise ConfigError(
-                f"{said} would be sharded together, and fully_shard takes parameters of one dtype to train. Give them "
-                "one (of a complex one its torch.view_as_real, joined in the forward), or have model_blocks name a "
-                "module that only has those of another dtype."
-            )
-
-
 def _refuse_ties_across(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     """A parameter lies in one block, or outside all."""
     names = {module: name for name, module in model.named_modules()}
@@ -127,7 +110,9 @@ def keeping_tied_and_frozen(models: Mapping[str, nn.Module]) -> Iterator[None]:
         if not parameter.requires_grad:
             parameter_now.requires_grad_(False)
         for other_name, module, alias in others:
-            if layout(module.get_parameter(alias)) != layout(parameter_now):
+            both = parameter_now, module.get_parameter(alias)
+            layouts = {(one.device_mesh, one.placements) if is_dtensor(one) else None for one in both}
+            if len(layouts) > 1:
                 raise ConfigError(
                     f"{first_name} and {other_name} are tied, and the tensor-parallel plan splits them in different "
                     "ways. Split both along the same dimension, or leave both out of the plan."
@@ -141,11 +126,6 @@ def dim_of_part(parameter: object, mesh_dim: str) -> int | None:
         return None
     dim = shard_dim(parameter.placements[names.index(mesh_dim)])
     return -1 if dim is None else dim
-
-
-def layout(parameter: nn.Parameter) -> object:
-    """How a parameter is placed on its mesh; None for a plain one."""
-    return (parameter.device_mesh, parameter.placements) if is_dtensor(parameter) else None
 
 
 def move_what_is_whole(model: nn.Module, device: torch.device) -> None:
@@ -166,39 +146,12 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def outermost_fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """Those of `fsdp_modules(model)` that are in no other."""
     found = fsdp_modules(model)
     inside = {id(part) for outer in found for part in outer.modules() if part is not outer}  # type: ignore[attr-defined]
     return [module for module in found if id(module) not in inside]
 
 
-@contextmanager
-def gathered(*models: nn.Module) -> Iterator[None]:
-    """Inside, `models` have full copies of their parameters on each rank, and forwards gather nothing. No gradients."""
-    with torch.no_grad(), ExitStack() as stack:
-        for model in models:
-            if model not in _are_gathered:
-                _are_gathered.add(model)
-                stack.callback(_are_gathered.discard, model)
-            for module in fsdp_modules(model):
-                stack.enter_context(whole_parameters(module))
-            stack.callback(model.register_load_state_dict_pre_hook(_refuse_to_load).remove)
-        yield
-
-
-_are_gathered: WeakSet[nn.Module] = WeakSet()
-
-
-def is_gathered(model: nn.Module) -> bool:
-    """Whether the full copies of `gathered` replace the parameters of `model` at the moment."""
-    return model in _are_gathered
-
-
-def _refuse_to_load(*_: Any) -> None:
-    raise StepError(
-        "load_state_dict() was called inside gathered(), whose weights are copies that are gone at its end. Call it "
-        "outside, with sharded values, or use load_weights in load_pretrained()."
-    )
+ARE_GATHERED: WeakSet[nn.Module] = WeakSet()  # models whose parameters full copies replace at the moment
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -152,9 +152,7 @@ def once_for_each_shape(step: Callable[[Any, int], Any], parts: EqualParts) -> C
 
     def compared(batch: Any, batch_idx: int) -> Any:
         shapes = shapes_of(batch)
-        if shapes in seen:
-            return step(batch, batch_idx)
-        with parts.compared():
+        with nullcontext() if shapes in seen else parts.compared():
             result = step(batch, batch_idx)
         seen.add(shapes)
         return result

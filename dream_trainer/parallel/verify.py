@@ -179,14 +179,15 @@ class Verification:
         )
         whole_blocks = {place: others[block] for place, block in told.items()}
         seed_device(0, device)
-        seeds, of_device = WatchedSeeds(0), _state_of(device)
+        seeds, generator = WatchedSeeds(0), default_generator_of(device)
+        undrawn = generator.get_state()
         try:
             with self._aside(), _looked_at(whole_blocks, look), _without_draws(whole, model if apart is None else None):
                 expected = run(whole_args, whole_kwargs)
         except WRONG as error:
             self._cannot(name, f"it fails in one piece ({type(error).__name__}: {error})")
             return None
-        has_drawn = bool(seeds.drawn()) or not torch.equal(of_device, _state_of(device))
+        has_drawn = bool(seeds.drawn()) or not torch.equal(undrawn, generator.get_state())
         misses[_DRAWS] = Miss(float(has_drawn), torch.inf, 0.0, 0.0)
         if apart is not None:
             for path, buffer in whole.named_buffers():  # also those that each stage copies
@@ -487,8 +488,3 @@ def _without_zeros(model: nn.Module) -> Iterator[None]:
         with unnoticed_writes(zeros):
             for part in zeros:
                 part.zero_()
-
-
-def _state_of(device: torch.device) -> Tensor:
-    """State of the device's default generator; empty for the CPU's, which `WatchedSeeds` covers."""
-    return torch.empty(0) if device.type == "cpu" else default_generator_of(device).get_state()

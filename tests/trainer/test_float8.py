@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import dream_trainer as dt
-from tests.api import EMA, ConfigError, DistributedDataLoader, MoE, gathered, own_class
+from tests.api import EMA, ConfigError, DistributedDataLoader, MoE, own_class
 from tests.trainer.arithmetic import same_bits
 from tests.trainer.small import Sent, run_config, train_on, weights
 from tests.worlds import run_world
@@ -265,7 +265,7 @@ def averaged() -> dict[str, Any]:
     options = {"float8": "tensorwise", "float8_parameters": GATHERED, "callbacks": (EMA(decay=0.5),)}
     with Trained(config_of(experiment="ema", steps=3, micro_batch=BATCH // 2, **options)) as trainer:
         trainer.fit()
-        with gathered(trainer.model):
+        with trainer.gathered(trainer.model):
             whole = {name: value.clone() for name, value in trainer.model.state_dict().items()}
         return {"gathered": whole, "weights": weights(trainer.model), "validated": trainer.evaluate()["val/loss"]}
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import dream_trainer as dt
-from tests.api import ConfigError, EqualParts, HookError, RanksDifferError, World, shard_by_blocks, start
+from tests.api import ConfigError, EqualParts, HookError, RanksDifferError, World, start
 from tests.trainer import arithmetic
 from tests.trainer.arithmetic import BATCH, Case, Model, Tokens, full, reference, same_bits
 from tests.trainer.small import run_config, weights as weights_of
@@ -247,10 +247,3 @@ def test_parts_that_are_not_equal_are_refused_on_all_ranks_with_what_fits() -> N
         assert kind is RuntimeError
         assert "Under tensor_parallel=2 each rank has a part of model.attention.query, which ran last." in note
         assert "Parts have to be whole heads, of a number that 2 divides" in note
-
-
-def test_weights_that_no_block_can_hold_are_refused_by_their_names() -> None:
-    model = Layers()
-    model.attention.phase = nn.Parameter(torch.ones(8, dtype=torch.complex64))
-    with pytest.raises(ConfigError, match="norm.weight of torch.float32 and attention.phase of torch.comp"):
-        shard_by_blocks(model, [], {}, {}, lambda _: False)

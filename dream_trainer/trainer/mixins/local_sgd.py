@@ -75,10 +75,11 @@ class LocalSGDMixin(AbstractTrainer):
 
 def _refuse_what_crosses_workers(runtime: Runtime) -> None:
     buffers = runtime.parallel.buffers
-    taken = [] if buffers is None else buffers.with_policy("rank 0")
+    taken = {} if buffers is None else buffers.with_policy("rank 0")
     if taken:
         raise ConfigError(
-            f'the policy of buffer {taken[0]} is "rank 0", and workers have no rank in common. Use "mean" or "as is".'
+            f'the policy of buffer {next(iter(taken))} is "rank 0", and workers have no rank in common. Use "mean" or '
+            '"as is".'
         )
     for name, model in runtime.registry.models().items():
         for path, module in model.named_modules(prefix=name):
@@ -222,7 +223,7 @@ class Rounds(NoRounds):
         if self._world.workers == 1:
             return averaged
         buffers = self._runtime.parallel.buffers
-        joined = set() if buffers is None else buffers.averaged_storages()
+        joined = set() if buffers is None else {*map(storage_id, buffers.with_policy("mean").values())}
         return averaged | {name: b for name, b in model_buffers(models).items() if storage_id(b) in joined}
 
     def _make_room(self, averaged: Mapping[str, Tensor]) -> None:

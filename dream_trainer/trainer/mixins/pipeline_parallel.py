@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from dream_trainer.compat.pytorch import AnyBatchNorm
 from dream_trainer.config.device_parameters import PipelineParallelConfigMixin, PipelineParallelParameters
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.modules.precision import half_dtype, without_autocast
 from dream_trainer.parallel.axis import PIPELINE, Parallelism
-from dream_trainer.parallel.joined_buffers import batch_norms
 from dream_trainer.parallel.parallel_models import naming_what_is_elsewhere
 from dream_trainer.parallel.sharding import fsdp_modules, is_cut, remember_cut, ties_of
 from dream_trainer.trainer.abstract import AbstractTrainer
@@ -85,7 +85,10 @@ class PipelineParallelMixin(AbstractTrainer):
         here = self.world.stage_rank
         cuts = stages_of_models(self.named_models(), self.pipeline_stages, self.model_blocks, len(ranks))
         for model, stages in cuts.items():
-            if norms := batch_norms(model):
+            of_samples = [(name, part) for name, part in model.named_modules() if isinstance(part, AnyBatchNorm)]
+            # Frozen ones are taken to be in evaluation.
+            norms = [name for name, part in of_samples if part.weight is None or part.weight.requires_grad]
+            if norms:
                 self.warn_once(
                     "batch norms in stages",
                     f"{', '.join(norms[:3])} of {type(model).__name__} normalise each micro-batch of a pipeline by "
