@@ -147,7 +147,7 @@ _NAMES = {
     "dream_trainer.trainer.mixins.context_parallel": "SequenceCut",
     "dream_trainer.trainer.mixins.evaluation": "EvalParameters",
     "dream_trainer.trainer.mixins.setup": "CONFIGURE SETUP",
-    "dream_trainer.trainer.saved_state": "resume",
+    "dream_trainer.trainer.resume": "resume",
     "dream_trainer.trainer.step.nonfinite": "GROWTH_INTERVAL INITIAL_SCALE LossScale WEIGHT_DIVISOR",
     "dream_trainer.version": "__version__",
     "dream_trainer.weights.adapters": "refuse_other_adapters",

@@ -49,8 +49,8 @@ from dream_trainer.screen import logger
 from dream_trainer.stores.store_path import StorePath, absolute, as_path
 from dream_trainer.trainer import saved_state
 from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.resume import changed_fields, resume
 from dream_trainer.trainer.runtime import Runtime
-from dream_trainer.trainer.saved_state import changed_fields, resume
 from dream_trainer.trainer.session import start
 from dream_trainer.weights.adapters import adapters_of, refuse_other_adapters
 from dream_trainer.weights.load import load_weights
