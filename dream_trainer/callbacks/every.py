@@ -38,9 +38,6 @@ class Every(TimedCallback):
         main_process_only: Whether to call it only on rank 0; it must then not communicate.
         clock: Seconds from any origin; tests pass their own.
 
-    Raises:
-        ConfigError: A value is invalid.
-
     Example:
         ```python
         Every(500, "steps", lambda trainer: print(trainer.sample_text()))

@@ -51,9 +51,6 @@ class Memory(LoggingCallback):
         history: Number of allocations and releases in a CUDA device's snapshot, with their stacks. 0 records none, so
             the snapshot shows allocations without their origin. Recording costs some microseconds per allocation.
         name: First part of the metrics' names.
-
-    Raises:
-        ConfigError: A number is invalid.
     """
 
     every_n_steps: PositiveInt = 50
@@ -184,9 +181,6 @@ class GarbageCollection(Callback):
             one of each `fit` is of everything.
         full_every_n_steps: Optimizer steps between collections of everything: only these free cycles that have lived
             long.
-
-    Raises:
-        ConfigError: A number of steps is not positive.
     """
 
     every_n_steps: PositiveInt = 50

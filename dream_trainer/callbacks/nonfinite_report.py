@@ -63,9 +63,6 @@ class NonFiniteReport(Callback):
 
     Args:
         max_reports: Files that each rank writes at most.
-
-    Raises:
-        ConfigError: A value is invalid.
     """
 
     needs_whole_models: ClassVar[bool] = True

@@ -122,9 +122,6 @@ class GradientStats(TensorStats):
         histograms: Whether to log a histogram of each parameter's gradient too, as `gradients/<parameter>`; they are
             gathered for it, one at a time.
         name: First part of the metrics' names.
-
-    Raises:
-        ConfigError: A number is invalid.
     """
 
     name: str = field(default="gradients", kw_only=True)

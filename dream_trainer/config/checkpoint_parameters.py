@@ -55,11 +55,7 @@ def _check_place(name: str, value: object, *, hint: str) -> None:
 
 @parameters
 class CheckpointParameters:
-    """When to save, and which checkpoints to keep and resume.
-
-    Raises:
-        ConfigError: A value is invalid.
-    """
+    """When to save, and which checkpoints to keep and resume."""
 
     directory: Annotated[str, _check_place] | None = None
     """Directory, e.g. on a larger disk, that holds the checkpoints as `<project>/<group>/<experiment>`. The run's

@@ -69,9 +69,6 @@ class BaseTrainerConfig:
         @dataclass
         class MyConfig(BaseTrainerConfig, SetupConfigMixin):
             learning_rate: float = 1e-3
-
-    Raises:
-        ConfigError: A value is invalid.
     """
 
     project: DirectoryName = field(default_factory=script_name)

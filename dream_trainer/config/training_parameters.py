@@ -23,9 +23,6 @@ class TrainingParameters:
     """Limits, batch sizes, clipping and the validation schedule of one run.
 
     Training stops at the first limit it reaches. Zero is a value, not "unset": `max_steps=0` trains nothing.
-
-    Raises:
-        ConfigError: A value is invalid, by itself or with another one.
     """
 
     _renamed: ClassVar[Mapping[str, str]] = {

@@ -141,7 +141,7 @@ class RankBatchSampler(Sampler[BatchKey]):
         self.seed = seed
         self.shuffle = shuffle
         # What the next iterator yields: the positions from the second to the third (exclusive) of an epoch's order.
-        self.next_pass = (0, 0, length)
+        self.next_pass: tuple[int, int, int] = (0, 0, length)
 
     def __iter__(self) -> Iterator[BatchKey]:
         # Not a generator itself: the pass is the one that is set now, not when the first batch is drawn.

@@ -85,18 +85,13 @@ def choose_device(name: str, local_rank: int) -> torch.device:
 
 
 class World(Ranks):
-    """This process's place among the ranks of a trainer.
+    """This process's place among the ranks of a trainer; docs/collectives.md has the attributes for users.
 
     Attributes:
-        local_rank: Rank on this host.
-        device: Where this rank computes.
         parameter_device: Device of its parameters, gradients and optimizer state.
-        mesh: Device mesh with the dimensions pp, dp_replicate, dp_shard, cp, tp; None at world size 1.
-        mesh_shape: Sizes of those dimensions.
+        mesh_shape: Sizes of the mesh's dimensions.
         parameter_mesh: The mesh that parameters lie on: cp is 1 there, and its ranks are more shards, or more replicas.
         parameter_shape: Sizes of its dimensions.
-        dp_rank: This rank's index among the data-parallel ranks (dp_replicate x dp_shard).
-        dp_size: Number of data-parallel ranks.
         data_rank: This rank's index among those that see different data (dp_replicate x dp_shard x cp): of other
             samples, or of other positions in them.
         data_group: The process group of those ranks; None if it is all ranks.

@@ -155,9 +155,6 @@ class LoggingCallback(Callback):
     Args:
         name: First part of the metrics' names. No two callbacks of a run may have the same, since values under one
             name are reduced together.
-
-    Raises:
-        ConfigError: The name is invalid.
     """
 
     name: str = ""

@@ -107,9 +107,6 @@ class Progress(Callback):
         line_seconds: Least time between two plain lines.
         file: Where to; None is the notebook, or standard output as it is when training starts.
         clock: Seconds from any origin; tests pass their own.
-
-    Raises:
-        ConfigError: A value is invalid.
     """
 
     main_process_only: ClassVar[bool] = True

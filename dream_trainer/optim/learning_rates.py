@@ -30,21 +30,11 @@ _NEEDS_TOTAL = ("cosine", "linear", "wsd")
 
 @parameters
 class ScheduleParameters:
-    """A named schedule; each value at None has the default in its description.
+    """A named schedule; each value at None has the default in its description. docs/schedules.md has the formulas.
 
-    With W the warm-up, T the total, m the smallest ratio, and s the step from 0, the factor on each group's rate is
-
-    - in the warm-up, s < W: `(s + 1) / (W + 1)`, so that no step is wasted at zero and step W is the first at 1;
-    - "constant": 1;
-    - "cosine": `m + (1 - m) (1 + cos(pi x)) / 2` and "linear": `1 - (1 - m) x`, with `x = (s - W) / (T - W)`;
-    - "wsd" (warm-up, stable, decay; MiniCPM, Hu et al. 2024, arXiv 2404.06395): 1 until step T - D, then `decay_shape`
-      over `x = (s - (T - D)) / D`: "linear" and "cosine" as above, "sqrt" `1 - (1 - m) sqrt(x)` (Haegele et al. 2024,
-      arXiv 2405.18392), "exponential" `m**x` (MiniCPM's own form, scaled to end at m);
-    - "inverse_sqrt": `max(m, sqrt((W + 1) / (s + 1)))` (Vaswani et al. 2017, arXiv 1706.03762);
-    - from step T on, if there is a decay: m.
-
-    "plateau" is PyTorch's ReduceLROnPlateau, which you step with a metric. A warm-up that is not shorter than the run
-    is cut off by its end.
+    "wsd" is warm-up, stable, decay (MiniCPM, Hu et al. 2024, arXiv 2404.06395), "inverse_sqrt" that of Vaswani et al.
+    (2017, arXiv 1706.03762), "plateau" PyTorch's ReduceLROnPlateau, which you step with a metric. A warm-up that is not
+    shorter than the run is cut off by its end.
 
     Raises:
         ConfigError: A value is invalid, or the named schedule does not take it.

@@ -76,7 +76,7 @@ def snapshot(
     left_out = _left_out(models, frozen, world) if frozen is not None else {}
     own = {name: tensor for name, tensor in tensors.items() if name not in left_out}
     tensors = runtime.rounds.tensors_to_save(own)
-    extra_state = _extra_state(runtime)
+    extra_state = _from_all_stages(model_extra_state(models), world)
     adapters, model_form = whole_adapters(models, world), form.state(models, world)
 
     def serialise() -> tuple[bytes, bytes, dict[str, Tensor], dict[str, str]]:
@@ -154,11 +154,10 @@ def _tensors(runtime: Runtime) -> tuple[dict[str, Tensor], dict[str, Any], dict[
     return tensors | runtime.state_registry.tensors(), optimizers, own
 
 
-def _extra_state(runtime: Runtime) -> dict[str, dict[str, Any]]:
-    """That of all stages' modules; a collective where there are several."""
-    extra_state, world = model_extra_state(runtime.registry.models()), runtime.world
-    of_ranks = world.all_gather_object(extra_state) if world.stages > 1 else [extra_state]
-    return {name: {fqn: v for of_rank in of_ranks for fqn, v in of_rank[name].items()} for name in extra_state}
+def _from_all_stages(known: dict[str, dict[str, Any]], world: World) -> dict[str, dict[str, Any]]:
+    """What each stage only knows of its own modules, under equal names; a collective where there are several."""
+    of_ranks = world.all_gather_object(known) if world.stages > 1 else [known]
+    return {name: {key: value for of_rank in of_ranks for key, value in of_rank[name].items()} for name in known}
 
 
 def kept_name(optimizer: str, worker: int) -> str:
@@ -174,10 +173,7 @@ def _left_out(models: Mapping[str, nn.Module], frozen: Mapping[str, str], world:
         origin = origin_of(parameter) if name in about else None
         if origin is not None:
             about[name] |= origin._asdict()
-    if world.stages > 1:  # each stage only knows its own parameters
-        for of_rank in world.all_gather_object(about):
-            about = {name: known | about[name] for name, known in of_rank.items()}
-    return about
+    return _from_all_stages(about, world)
 
 
 def tensors_to_save(runtime: Runtime, frozen: Mapping[str, str] | None) -> dict[str, Tensor]:
