@@ -1,4 +1,4 @@
-"""Signals in a wait for data: what ends it, what is answered from within it, and what is left alone."""
+"""Signals in a wait for data: what ends it, and what is left alone."""
 
 import multiprocessing
 import os
@@ -55,24 +55,6 @@ def test_a_signal_that_stops_ends_a_wait_for_data_at_once(signals: Signals, numb
     sender.join()
     assert signals.requests.ends_by_signal
     assert signals.wait_for_data(lambda: "more") is None  # nothing is fetched any more
-
-
-def test_a_save_is_answered_from_within_the_wait_which_goes_on(signals: Signals) -> None:
-    answers = []
-
-    def answer() -> bool:
-        answers.append(signals.requests.save_signalled)
-        return True
-
-    def wait() -> str:
-        time.sleep(0.6)
-        return "data"
-
-    sender = send_in(0.1, signal.SIGUSR1, signal.SIGUSR1)
-    assert signals.wait_for_data(wait, answer) == "data"
-    sender.join()
-    assert answers == [True, True]
-    assert not signals.requests.ends_by_signal
 
 
 def test_outside_a_wait_signals_only_set_flags(signals: Signals) -> None:
