@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, CosineAnnealingLR, LinearLR, SequentialLR
-from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -56,15 +55,6 @@ def test_workers_that_a_loader_keeps_are_ended_and_it_starts_new_ones(
     pytorch.end_workers([1, 2])
 
 
-def test_torch_functions_can_be_called_past_every_mode() -> None:
-    class Refuse(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            raise AssertionError(func)
-
-    with Refuse(), pytorch.without_torch_function():
-        assert torch.ones(2).sum() == 2
-
-
 def test_in_place_writes_are_counted_also_through_views_and_on_meta() -> None:
     tensor = torch.empty(3, 3, device="meta")
     before = pytorch.write_count(tensor)
@@ -73,15 +63,6 @@ def test_in_place_writes_are_counted_also_through_views_and_on_meta() -> None:
     assert pytorch.write_count(tensor) == before + 2
     with torch.inference_mode():
         assert pytorch.write_count(torch.ones(2).mul_(2)) == 0
-
-
-def test_recurrent_modules_list_their_parameters_twice_and_follow_replacements() -> None:
-    for module in (torch.nn.LSTM(3, 4, proj_size=2), torch.nn.GRU(3, 4, bidirectional=True), torch.nn.RNN(3, 4)):
-        (name,) = pytorch.second_lists(module)
-        assert all(a is b for a, b in zip(getattr(module, name), module.parameters(), strict=True))
-        new = module.weight_hh_l0 = torch.nn.Parameter(torch.zeros_like(module.weight_hh_l0))
-        assert getattr(module, name)[1] is new
-    assert pytorch.second_lists(torch.nn.Linear(2, 2)) == ()
 
 
 def test_the_globals_of_dcp_metadata_are_those_that_a_save_of_tensors_refers_to(tmp_path: Path) -> None:
@@ -285,31 +266,6 @@ def step_both() -> None:
 
 def test_a_fused_optimizer_steps_dtensors_and_plain_parameters_as_one_alone() -> None:
     run_world(step_both, 2)
-
-
-@gloo_group()
-def drawn_by_dtensors(rank_seeds: tuple[int, int]) -> tuple[list[float], list[float]]:
-    """By a DTensor, and by a plain tensor with the same seed; tests/gpu has more."""
-    mesh = init_device_mesh("cpu", (2,))
-    seed = rank_seeds[dist.get_rank()]
-    torch.manual_seed(seed)
-    before = torch.get_rng_state()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        pytorch.keep_own_generators(mesh)
-    assert torch.equal(torch.get_rng_state(), before)
-    ones = distribute_tensor(torch.ones(64), mesh, [Replicate()])
-    by_dtensor = torch.nn.functional.dropout(ones).to_local().tolist()
-    torch.manual_seed(seed)
-    plain = torch.nn.functional.dropout(torch.ones(64)).tolist()
-    return by_dtensor, plain
-
-
-def test_ranks_with_other_generators_draw_other_numbers_and_with_the_same_the_same() -> None:
-    (first, plain_first), (second, plain_second) = run_world(drawn_by_dtensors, 2, (1, 2))
-    assert first == plain_first != second == plain_second
-    (first, _), (second, _) = run_world(drawn_by_dtensors, 2, (3, 3))
-    assert first == second
 
 
 def plan_of(**tensors: torch.Tensor) -> SavePlan:
