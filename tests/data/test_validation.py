@@ -57,16 +57,6 @@ def test_a_foreign_loader_is_validated_as_it_is_on_one_rank_and_refused_beyond()
         open_validation(loader, size=2)
 
 
-def test_per_rank_validation_is_used_as_it_is() -> None:
-    assert list(open_validation(PerRankLoader([1, 2]), 1, 2)) == [1, 2]
-
-
-@pytest.mark.pitfall(10)
-def test_validation_data_that_can_be_read_only_once_is_refused() -> None:
-    with pytest.raises(DataError, match="can be read once"):
-        open_validation(iter([1]))
-
-
 @pytest.mark.parametrize(
     "several",
     [
