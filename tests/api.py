@@ -46,9 +46,9 @@ _NAMES = {
         "new_schedule ranks_of_stages refresh_copy shallow_copy"
     ),
     "dream_trainer.compat.pytorch": (
-        "EXPENSIVE_OPERATIONS TCPStore ValueReads after_accumulation all_gather_flat gathered_twins "
-        "forget_meshes has_hooks in_backward keep_hooks local_tensor local_tensors name_of_operation operation "
-        "reading_waits set_group_timeout shard_dim without_hooks"
+        "EXPENSIVE_OPERATIONS TCPStore ValueReads all_gather_flat gathered_twins "
+        "forget_meshes in_backward local_tensor local_tensors name_of_operation operation "
+        "reading_waits set_group_timeout shard_dim"
     ),
     "dream_trainer.compat.touched_shards": "TouchableShards",
     "dream_trainer.config": "TrainingParameters from_dict to_dict",
@@ -122,7 +122,7 @@ _NAMES = {
     "dream_trainer.parallel.sharding": (
         "frozen fsdp_modules gathered refuse_unsupported remember_cut repeated_blocks shard_by_blocks"
     ),
-    "dream_trainer.nested": "average detach to_device",
+    "dream_trainer.nested": "average to_device",
     "dream_trainer.optim": (
         "OptimizerParameters ScheduleParameters build_optimizer build_optimizers build_schedule "
         "freeze refuse_unshardable"
