@@ -213,17 +213,6 @@ def test_autograd_takes_tensors_for_unchanged_that_are_written_to_unnoticed() ->
     assert weight.grad.tolist() == [6.0, 6.0]
 
 
-def test_buffers_are_persistent_if_the_state_dict_has_them() -> None:
-    module = torch.nn.Module()
-    module.register_buffer("kept", torch.zeros(1))
-    module.register_buffer("left", torch.zeros(1), persistent=False)
-    module.register_buffer("changed", torch.zeros(1), persistent=False)
-    module.register_buffer("changed", torch.zeros(1))
-    module.left = torch.ones(1)
-    own = [name for name, _ in module.named_buffers() if pytorch.is_persistent(module, name)]
-    assert own == list(module.state_dict()) == ["kept", "changed"]
-
-
 def test_norms_are_known_by_what_they_keep() -> None:
     norms = [torch.nn.BatchNorm1d(2), torch.nn.SyncBatchNorm(2), torch.nn.InstanceNorm3d(2), torch.nn.LayerNorm(2)]
     assert [isinstance(norm, pytorch.NormWithStatistics) for norm in norms] == [True, True, True, False]
