@@ -47,7 +47,7 @@ _NAMES = {
     ),
     "dream_trainer.compat.pytorch": (
         "EXPENSIVE_OPERATIONS TCPStore ValueReads all_gather_flat gathered_twins "
-        "forget_meshes in_backward local_tensor local_tensors name_of_operation operation "
+        "forget_meshes in_backward local_tensor local_tensors operation "
         "reading_waits set_group_timeout shard_dim"
     ),
     "dream_trainer.compat.touched_shards": "TouchableShards",
