@@ -20,24 +20,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, CosineAnnealingLR, LinearLR, SequentialLR
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dream_trainer.compat import pytorch
 from tests.worlds import gloo_group, run_world
-
-
-def test_workers_of_a_loader_still_referred_to_can_be_ended(own_children: Callable[[], set[BaseProcess]]) -> None:
-    iterator = iter(DataLoader(list(range(8)), 2, num_workers=1, multiprocessing_context="fork"))
-    next(iterator)
-    assert len(own_children()) == 1
-    pytorch.shutdown_workers(iterator)
-    assert not own_children()
-    pytorch.shutdown_workers(iter(DataLoader(list(range(8)), 2)))
-    pytorch.shutdown_workers(None)
 
 
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
@@ -195,6 +185,22 @@ def test_nothing_keeps_a_mesh_and_with_it_its_connections_once_it_is_forgotten()
     pytorch.forget_meshes()
     gc.collect()
     assert left() is None
+
+
+def test_whole_parameters_stand_in_for_shards_and_forwards_leave_them_there(group_of_one: None) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    out = model(torch.ones(2))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    with torch.no_grad(), pytorch.whole_parameters(model):
+        found, inside = model.state_dict(), model(torch.ones(2))
+        after = dict(model.named_parameters())
+    outside = model(torch.ones(2))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert all(torch.equal(after[name], value) for name, value in expected.items())
+    assert torch.equal(inside, out)
+    assert outside.dtype == torch.bfloat16
+    assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
 def test_the_stores_that_checkers_see_are_those_of_torch_distributed() -> None:
