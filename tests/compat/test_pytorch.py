@@ -115,13 +115,6 @@ def test_this_torch_reads_the_names_that_the_flight_recorder_is_enabled_by() -> 
     assert "TORCH_NCCL_DUMP_ON_TIMEOUT" in header
 
 
-def test_collectives_are_recorded(group_of_one: None) -> None:
-    dist.barrier()
-    records = pytorch.recorded_collectives()
-    assert records is not None
-    assert "gloo:barrier" in {entry["profiling_name"] for entry in pickle.loads(records)["entries"]}
-
-
 def test_results_of_operations_on_dtensors_are_not_taken_from_a_process_group_that_is_gone() -> None:
     pytorch.forget_meshes()  # those of tests that this process ran before
     for _ in range(2):
