@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten
 
 from tests import api
 from tests.checkpoint.states import save
@@ -60,15 +59,20 @@ def restore(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
 
 def assert_equal(left: Any, right: Any) -> None:
     """Equal in value, type, dtype and device, all the way down."""
-    (found, form), (expected, its_form) = tree_flatten(left), tree_flatten(right)
-    assert form == its_form
-    for one, other in zip(found, expected, strict=True):
-        assert type(one) is type(other)
-        if isinstance(one, torch.Tensor):
-            assert (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape)
-            assert torch.equal(one, other)
-        else:
-            assert one == other
+    assert type(left) is type(right)
+    if isinstance(left, torch.Tensor):
+        assert (left.dtype, left.device, left.shape) == (right.dtype, right.device, right.shape)
+        assert torch.equal(left, right)
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for key in left:
+            assert_equal(left[key], right[key])
+    elif isinstance(left, list | tuple):
+        assert len(left) == len(right)
+        for one, other in zip(left, right, strict=True):
+            assert_equal(one, other)
+    else:
+        assert left == right
 
 
 @pytest.mark.parametrize("steps", [3, 0])

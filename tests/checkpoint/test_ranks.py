@@ -55,7 +55,8 @@ def save_two(root: Path) -> dict[str, Any]:
     world = open_world()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     models = build(0, mesh)
-    models["net"](torch.randn(4, 3, generator=torch.Generator().manual_seed(world.rank)))
+    inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(world.rank))
+    models["net"](inputs).sum().backward()  # after which what was gathered is sharded again
     tensors = api.model_tensors(models)
     buffers = api.rank_buffers(models, world=world)
     mean = models["net"].norm.running_mean
