@@ -115,19 +115,6 @@ def test_this_torch_reads_the_names_that_the_flight_recorder_is_enabled_by() -> 
     assert "TORCH_NCCL_DUMP_ON_TIMEOUT" in header
 
 
-def test_results_of_operations_on_dtensors_are_not_taken_from_a_process_group_that_is_gone() -> None:
-    pytorch.forget_meshes()  # those of tests that this process ran before
-    for _ in range(2):
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        mesh = init_device_mesh("cpu", (1,))
-        found = distribute_tensor(torch.ones(2), mesh, [Shard(0)]).detach().device_mesh
-        dist.destroy_process_group()
-        pytorch.forget_meshes()
-        assert found is mesh
-        del found, mesh
-        gc.collect()  # a child that a later test forks would hang in it
-
-
 def test_a_block_may_run_before_its_model_once_that_is_the_root(group_of_one: None) -> None:
     mesh = init_device_mesh("cpu", (1,))
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))

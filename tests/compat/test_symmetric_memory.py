@@ -18,4 +18,4 @@ def test_the_compiler_knows_the_option() -> None:
 
 
 def test_the_cpu_shares_no_memory(group_of_one: None) -> None:
-    assert why_memory_is_not_shared(dist.group.WORLD, torch.device("cpu")) == "the device is 'cpu'"  # type: ignore[arg-type]
+    assert why_memory_is_not_shared(dist.group.WORLD, torch.device("cpu")) == "the device is 'cpu'"
