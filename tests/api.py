@@ -31,13 +31,13 @@ _NAMES = {
     "dream_trainer.checkpoint.optimizer_state": "optimizer_state prepare_optimizer_state",
     "dream_trainer.checkpoint.run_directory": "claim is_claimed release",
     "dream_trainer.checkpoint.safe_dcp": "parse_metadata",
-    "dream_trainer.checkpoint.saver": "Moment Saver HostCopies",
+    "dream_trainer.checkpoint.saver": "HostCopies",
     "dream_trainer.checks": "divisors",
     "dream_trainer.cli.main": "main",
     "dream_trainer.cli.new": "EXAMPLES LAUNCH",
     "dream_trainer.cli.plot": "draw panels read_log",
     "dream_trainer.compat.attention": "BlockMask causal_to_the_last_key",
-    "dream_trainer.compat.compiler": "is_compiled never_compiled waited why_memory_is_not_shared",
+    "dream_trainer.compat.compiler": "is_compiled waited why_memory_is_not_shared",
     "dream_trainer.compat.forked_start": "sure_to_start",
     "dream_trainer.compat.fully_shard": "as_one_backward watch_gradients",
     "dream_trainer.gradient_state": "GradientState",
@@ -46,9 +46,9 @@ _NAMES = {
         "new_schedule ranks_of_stages refresh_copy shallow_copy"
     ),
     "dream_trainer.compat.pytorch": (
-        "EXPENSIVE_OPERATIONS TCPStore ValueReads after_accumulation all_gather_flat gathered_twins "
-        "forget_meshes has_hooks in_backward keep_hooks local_tensor local_tensors name_of_operation operation "
-        "reading_waits set_group_timeout shard_dim without_hooks"
+        "EXPENSIVE_OPERATIONS TCPStore ValueReads all_gather_flat gathered_twins "
+        "forget_meshes in_backward local_tensor local_tensors operation "
+        "reading_waits set_group_timeout shard_dim"
     ),
     "dream_trainer.compat.touched_shards": "TouchableShards",
     "dream_trainer.config": "TrainingParameters from_dict to_dict",
@@ -88,7 +88,7 @@ _NAMES = {
     ),
     "dream_trainer.distributed.watchdog": "Watchdog",
     "dream_trainer.distributed.world": "World",
-    "dream_trainer.parallel.axis": "AXES AxisSetup options_of_overlap lay_mesh_among_data",
+    "dream_trainer.parallel.axis": "AXES options_of_overlap lay_mesh_among_data",
     "dream_trainer.errors": (
         "CheckpointError ConfigError DamagedCheckpointError DataError HookError InitError NonFiniteError "
         "RanksDifferError StepError"
@@ -101,7 +101,7 @@ _NAMES = {
     "dream_trainer.loggers.tensorboard": "TensorBoardLogger",
     "dream_trainer.loggers.trackers": "MLflowLogger WandbLogger",
     "dream_trainer.meta.realize": "default_init Plan materialize remember",
-    "dream_trainer.meta.tape": "Tape map_leaves",
+    "dream_trainer.meta.tape": "Tape",
     "dream_trainer.modules": "ExpertExchange split_experts",
     "dream_trainer.parallel.context_attention": (
         "AttentionTakeover ContextAttention GatheredAttention SequenceParts UlyssesAttention "
@@ -120,7 +120,7 @@ _NAMES = {
     "dream_trainer.parallel.sharding": (
         "frozen fsdp_modules refuse_unsupported remember_cut repeated_blocks shard_by_blocks"
     ),
-    "dream_trainer.nested": "average detach to_device",
+    "dream_trainer.nested": "average to_device",
     "dream_trainer.optim": (
         "OptimizerParameters ScheduleParameters build_optimizer build_optimizers build_schedule "
         "freeze refuse_unshardable"

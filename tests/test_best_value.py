@@ -1,5 +1,7 @@
 """Which values of a metric are best, by what is known of it."""
 
+from typing import Any
+
 import pytest
 
 from tests.api import ConfigError, mode_by_name, mode_of
@@ -18,14 +20,8 @@ def test_the_last_part_of_a_well_known_name_says_which_values_are_better(metric:
 
 
 def test_what_was_said_counts_over_the_metrics_object_and_that_over_its_name() -> None:
-    def found(metric: str, mode: str | None, higher_is_better: bool | None) -> str:
-        return mode_of(
-            metric,
-            mode,  # type: ignore[arg-type]
-            higher_is_better=higher_is_better,
-            named_by="monitor",
-            set_by="mode",
-        )
+    def found(metric: str, mode: Any, higher: bool | None) -> str:
+        return mode_of(metric, mode, higher_is_better=higher, named_by="monitor", set_by="mode")
 
     assert found("val/accuracy", "min", True) == "min"
     assert found("val/accuracy", None, False) == "min"

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tests.kept_ranks import StateOfRank
@@ -149,6 +150,16 @@ def run_each(
 
 def _call_for_each(function: Callable[..., Any], cases: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     return [function(case, *args) for case in cases]
+
+
+@contextlib.contextmanager
+def gloo_group() -> Iterator[None]:
+    """Around what ranks do that need no more than the group of all."""
+    dist.init_process_group("gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 class Rank:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.api import Ranks, value_digests
-from tests.worlds import run_world
+from tests.worlds import gloo_group, run_world
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex128, torch.int64, torch.bool)
 
@@ -41,28 +41,22 @@ def test_what_is_equal_as_numbers_but_not_as_bits_differs() -> None:
     assert digest(torch.tensor(1.0)) != digest(torch.tensor(2.0))
 
 
+@gloo_group()
 def digests_of_layouts() -> list[dict[str, str]]:
-    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    dist.init_process_group("gloo")
-    try:
-        mesh, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
-        wholes = {"matrix": some(7, 10), "row": some(3), "cube": some(5, 2, 6)}
-        layouts = [
-            lambda t: t,
-            lambda t: distribute_tensor(t, mesh, [Shard(0)]),
-            lambda t: distribute_tensor(t, mesh, [Shard(t.ndim - 1)]),
-            lambda t: distribute_tensor(t, square, [Replicate(), Shard(0)]),
-            lambda t: distribute_tensor(t, square, [Shard(0), Shard(t.ndim - 1)]),
-            lambda t: distribute_tensor(t, square, [Shard(0), Shard(0)]),
-        ]
-        return [
-            value_digests({n: cut(t) for n, t in wholes.items()}, world=Ranks.of_default_group()) for cut in layouts
-        ]
-    finally:
-        dist.destroy_process_group()
+    mesh, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    wholes = {"matrix": some(7, 10), "row": some(3), "cube": some(5, 2, 6)}
+    layouts = [
+        lambda t: t,
+        lambda t: distribute_tensor(t, mesh, [Shard(0)]),
+        lambda t: distribute_tensor(t, mesh, [Shard(t.ndim - 1)]),
+        lambda t: distribute_tensor(t, square, [Replicate(), Shard(0)]),
+        lambda t: distribute_tensor(t, square, [Shard(0), Shard(t.ndim - 1)]),
+        lambda t: distribute_tensor(t, square, [Shard(0), Shard(0)]),
+    ]
+    return [value_digests({n: cut(t) for n, t in wholes.items()}, world=Ranks.of_default_group()) for cut in layouts]
 
 
 def test_sharding_does_not_show() -> None:

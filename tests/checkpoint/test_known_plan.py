@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from tests.api import KnownPlan, Ranks, load_tensors, write_checkpoint
 from tests.checkpoint.states import make_snapshot
 from tests.trainer.arithmetic import full
-from tests.worlds import run_world
+from tests.worlds import gloo_group, run_world
 
 
 class Saves:
@@ -57,8 +57,8 @@ def test_only_a_save_of_other_tensors_is_planned(tmp_path: Path) -> None:
     assert not saves.save(7, {"a": torch.ones(4).double() * 7})
 
 
+@gloo_group()
 def over_two_ranks(root: Path) -> list[bool]:
-    dist.init_process_group("gloo")
     saves, mesh, rank = Saves(root, Ranks.of_default_group()), init_device_mesh("cpu", (2,)), dist.get_rank()
 
     def tensors(value: float, placement: Any, *, mine: bool = False) -> dict[str, Tensor]:
@@ -66,15 +66,13 @@ def over_two_ranks(root: Path) -> list[bool]:
         found = {"a": distribute_tensor(whole, mesh, [placement]), "b": torch.full((3,), value)}
         return found | {"c": torch.full((2,), value)} if mine and rank == 1 else found
 
-    planned = [
+    return [
         saves.save(1, tensors(1.0, Shard(0))),
         saves.save(2, tensors(2.0, Shard(0))),
         saves.save(3, tensors(3.0, Replicate())),
         saves.save(4, tensors(4.0, Replicate(), mine=True)),
         saves.save(5, tensors(5.0, Replicate(), mine=True)),
     ]
-    dist.destroy_process_group()
-    return planned
 
 
 def test_ranks_plan_again_if_the_tensors_of_one_of_them_lie_otherwise(tmp_path: Path) -> None:

@@ -98,24 +98,6 @@ def test_half_a_state_is_not_found(tmp_path: Path, newest: api.Manifest, what: s
     assert local(tmp_path).find(newest) is None
 
 
-def test_what_one_host_has_alone_is_not_found(tmp_path: Path, newest: api.Manifest) -> None:
-    """Of two hosts the other has the state before, too, or none."""
-
-    class AndAnother(api.Ranks):
-        has: dict[str, int]
-
-        def all_gather_object(self, value: Any, /) -> list[Any]:
-            return [value, self.has if isinstance(value, dict) else value]
-
-    world = AndAnother(0, 1, None)
-    run = local(tmp_path, world=world)
-    name = local(tmp_path).find(newest).path.parent.name
-    for theirs, step in (({}, None), ({"another": 9}, None), ({name: 6, "another": 9}, 6)):
-        world.has = theirs
-        found = run.find(newest)
-        assert (found and found.step) == step
-
-
 def test_directories_that_others_could_have_written_are_not_read(
     tmp_path: Path, newest: api.Manifest, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -8,28 +8,7 @@ import torch
 from torch import nn
 
 from tests import api
-from tests.checkpoint.states import assert_same_bits, save
-from tests.weights.weight_cases import Net
-
-
-def fresh(seed: int) -> dict[str, nn.Module]:
-    torch.manual_seed(seed)
-    return {"language": Net(), "head.a": nn.Linear(2, 2)}
-
-
-def test_a_model_is_restored_bit_for_bit_and_what_is_tied_stays_tied(tmp_path: Path) -> None:
-    models, others = fresh(0), fresh(1)
-    models["language"].norm(torch.randn(6, 5))
-    path = save(tmp_path, 1, tensors=api.model_tensors(models))
-    assert "models.language.head.weight" not in api.tensor_metadata(path)
-
-    derived = others["language"].derived.fill_(7)
-    api.load_tensors(path, api.model_tensors(others), world=api.Ranks.alone())
-    for name, model in models.items():
-        assert_same_bits(others[name].state_dict(), model.state_dict())
-    assert others["language"].head.weight is others["language"].embed.weight
-    assert others["language"].norm.num_batches_tracked == 1
-    assert (derived == 7).all()
+from tests.checkpoint.states import save
 
 
 def test_extra_state_comes_back_with_its_types(tmp_path: Path) -> None:

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from tests import api
 from tests.checkpoint.states import assert_same_bits, flip, outcome, save, some_tensors
@@ -36,52 +34,12 @@ class Net(nn.Module):
         return self.tied(self.second(self.norm(self.first(inputs)).tanh()))
 
 
-def build(seed: int, mesh: DeviceMesh | None) -> tuple[dict[str, nn.Module], dict[str, Optimizer]]:
-    """Two models of their own optimizers, sharded if there is a mesh."""
+def build(seed: int, mesh: DeviceMesh) -> dict[str, nn.Module]:
     torch.manual_seed(seed)
-    models: dict[str, nn.Module] = {"net": Net(), "critic": nn.Linear(7, 1)}
-    if mesh is not None:
-        for model in models.values():
-            fully_shard(model, mesh=mesh)
-    matrices = [value for value in models["net"].parameters() if value.ndim == 2]
-    vectors = [value for value in models["net"].parameters() if value.ndim == 1]
-    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    return models, {
-        "net": torch.optim.AdamW(groups, lr=0.05, amsgrad=True, fused=True),
-        "critic": torch.optim.SGD(models["critic"].parameters(), lr=0.05, momentum=0.9),
-    }
-
-
-def train(models: dict[str, nn.Module], optimizers: dict[str, Optimizer], rank: int) -> None:
-    for step in range(3):
-        inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank))
-        models["critic"](models["net"](inputs)).square().mean().backward()
-        for optimizer in optimizers.values():
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def all_tensors(
-    models: dict[str, nn.Module], optimizers: dict[str, Optimizer], world: api.Ranks
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors, values = api.model_tensors(models), {}
-    for name, optimizer in optimizers.items():
-        state = api.optimizer_state(name, optimizer, api.parameter_fqns(models), world=world)
-        tensors, values[name] = tensors | state.tensors, state.values
-    return tensors, values
-
-
-def restore(path: Path, models: dict[str, nn.Module], optimizers: dict[str, Optimizer], world: api.Ranks) -> None:
-    tensors, values, metadata = (
-        api.model_tensors(models),
-        api.read_shared(path)["optimizers"],
-        api.tensor_metadata(path),
-    )
-    for name, optimizer in optimizers.items():
-        tensors |= api.prepare_optimizer_state(
-            name, optimizer, api.parameter_fqns(models), values[name], metadata
-        ).tensors
-    api.load_tensors(path, tensors, world=world)
+    models = {"net": Net(), "critic": nn.Linear(7, 1)}
+    for model in models.values():
+        fully_shard(model, mesh=mesh)
+    return models
 
 
 def bits(tensors: dict[str, Tensor]) -> Bits:
@@ -96,24 +54,23 @@ def open_world() -> api.World:
 def save_two(root: Path) -> dict[str, Any]:
     world = open_world()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
-    models, optimizers = build(0, mesh)
-    train(models, optimizers, world.rank)
-    tensors, values = all_tensors(models, optimizers, world)
+    models = build(0, mesh)
+    inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(world.rank))
+    models["net"](inputs).sum().backward()  # after which what was gathered is sharded again
+    tensors = api.model_tensors(models)
     buffers = api.rank_buffers(models, world=world)
     mean = models["net"].norm.running_mean
     path = save(
         root / "checkpoints",
         3,
         tensors=tensors,
-        shared={"optimizers": values},
         rank_state={"position": world.rank + 10},
         rank_tensors=buffers,
         world=world,
     )
     report: dict[str, Any] = {"path": path, "bits": bits(tensors), "buffers": sorted(buffers), "mean": mean.tolist()}
 
-    again, fresh = build(1, mesh)
-    restore(path, again, fresh, world)
+    again = build(1, mesh)
     state, mine = api.read_rank(path, world.rank)
     api.load_rank_buffers(again, mine)
     report |= {"position": state["position"], "mean again": again["net"].norm.running_mean.tolist()}
@@ -154,16 +111,14 @@ def damage_on_four(path: Path, damaged: Path, expected: Bits) -> dict[str, str]:
     }
     told = {}
     for name, mesh in meshes.items():
-        models, optimizers = build(2, mesh)
-        restore(path, models, optimizers, world)
-        assert_same_bits(bits(all_tensors(models, optimizers, world)[0]), expected)
-        moment = optimizers["net"].state[models["net"].first.weight]["exp_avg"]
-        assert isinstance(moment, DTensor)
-        assert moment.placements == models["net"].first.weight.placements
+        models = build(2, mesh)
+        tensors = api.model_tensors(models)
+        api.load_tensors(path, tensors, world=world)
+        assert_same_bits(bits(tensors), expected)
         assert models["net"].tied.weight is models["net"].first.weight
         told[name] = "ok"
     told["verify"] = outcome(lambda: api.verify_checkpoint(damaged, world=world))
-    told["load"] = outcome(lambda: restore(damaged, models, optimizers, world))
+    told["load"] = outcome(lambda: api.load_tensors(damaged, tensors, world=world))
     world.close()
     return told
 

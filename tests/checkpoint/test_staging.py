@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.api import HostCopies
 from tests.checkpoint.states import assert_same_bits
-from tests.worlds import run_world
+from tests.operations import Operations
+from tests.worlds import gloo_group, run_world
 
 CPU = torch.device("cpu")
 
@@ -29,28 +29,20 @@ def some_tensors() -> dict[str, Tensor]:
     }
 
 
-class Allocations(TorchDispatchMode):
-    """Counts the operations that make new memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(part in str(func) for part in ("empty", "clone", "zeros", "_to_copy", "new_")):
-            self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
+def new_memory(operations: Operations) -> list[str]:
+    makers = ("empty", "clone", "zeros", "_to_copy", "new_")
+    return [name for name in operations.names if any(part in name for part in makers)]
 
 
 @pytest.mark.pitfall(31)
 def test_after_warming_no_copy_allocates_and_every_copy_is_in_the_same_place_beside_the_original() -> None:
     tensors, copies = some_tensors(), HostCopies(CPU)
-    with Allocations() as first:
+    with Operations() as first:
         copies.warm(tensors)
-    assert len(first.names) == len(tensors)
-    with Allocations() as later:
+    assert len(new_memory(first)) == len(tensors)
+    with Operations() as later:
         copied = [copies.copy(tensors, at_once=()) for _ in range(3)]
-    assert later.names == []
+    assert new_memory(later) == []
     assert_same_bits(copied[0], tensors)
     assert not any(copy.requires_grad for copy in copied[0].values())
     places = [{name: copy.data_ptr() for name, copy in each.items()} for each in copied]
@@ -68,13 +60,12 @@ def test_a_tensor_that_changed_its_shape_or_type_gets_new_memory(other: Tensor) 
     assert torch.equal(copy, other)
 
 
+@gloo_group()
 def copy_shards() -> dict[str, Any]:
     """Copies a tensor sharded unevenly over two ranks, changes the original and puts the copies together."""
-    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-    dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
     full = torch.arange(15.0).reshape(5, 3)
     sharded = distribute_tensor(full.clone(), mesh, [Shard(0)])
@@ -83,13 +74,11 @@ def copy_shards() -> dict[str, Any]:
     (copy,) = copies.copy({"a": sharded}, at_once=()).values()
     sharded.zero_()
     assert isinstance(copy, DTensor)
-    found = {
+    return {
         "same layout": (copy.placements, copy.device_mesh) == (sharded.placements, sharded.device_mesh),
         "bytes": copy.to_local().nbytes,
         "whole": copy.full_tensor(),
     }
-    dist.destroy_process_group()
-    return found
 
 
 def test_each_rank_copies_its_shard_alone() -> None:

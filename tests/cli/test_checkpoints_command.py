@@ -306,16 +306,11 @@ def test_export_writes_weights_and_tells_the_files(run: Path, tmp_path: Path, co
     assert set(torch.load(tmp_path / "w.pt", weights_only=True)) == {"net.weight", "net.steps", "net.free"}
 
 
-@pytest.mark.pitfall(40)
-def test_export_writes_nothing_where_something_is(run: Path, tmp_path: Path, command: Printed) -> None:
-    command("export", run, tmp_path / "out")
-    assert "exists already" in command.error("export", run, tmp_path / "out")
-    assert "belongs to a run's checkpoints" in command.error("export", run, run / "checkpoints" / "hf")
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
+        ("export {run} empty", 1, "exists already"),
+        ("export {run} {run}/checkpoints/hf", 1, "belongs to a run's checkpoints"),
         ("export {run} b --model other", 1, "has no model 'other'. It has 'net'"),
         ("export {run} b --max-shard-size big", 2, "is not a size"),
         ("prune {run}", 2, "no rule was given"),

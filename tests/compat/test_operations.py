@@ -1,17 +1,8 @@
-"""Operations of PyTorch are known by name, whichever overload is called, and reads of values counted."""
+"""Operations of PyTorch that are kept are found by their names, and reads of values counted."""
 
 import torch
 
 from tests import api
-
-
-def test_an_operation_has_a_namespace_and_a_name_and_nothing_else_has() -> None:
-    assert (
-        api.name_of_operation(torch.ops.aten.mm) == api.name_of_operation(torch.ops.aten.mm.default) == ("aten", "mm")
-    )
-    assert api.name_of_operation(torch.ops.aten.sum.dim_IntList) == ("aten", "sum")
-    assert api.name_of_operation(torch.mm) is None
-    assert api.name_of_operation(torch.nn.functional.linear) is None
 
 
 def test_operations_are_found_by_the_names_that_they_have() -> None:

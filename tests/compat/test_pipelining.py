@@ -1,6 +1,7 @@
 """What PyTorch's schedules do with stages of ours: every micro-batch once, gradients that add up, reduced when told."""
 
 import copy
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -12,13 +13,41 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from tests import api
-from tests.worlds import run_world
+from tests.worlds import gloo_group, run_world
 
 ROWS, WIDTH = 3, 4
 
 
+def batch_of(
+    schedule: str, layers: list[Any], run: Callable[..., Any], like: list[torch.Tensor], **options: Any
+) -> tuple[list[int], Callable[[], None]]:
+    """Numbers of this rank's layers, and what trains all by a batch; `like` is what each hands on."""
+    last = len(layers) - 1
+    ranks = api.ranks_of_stages(schedule, 2, len(layers) // 2)
+    numbers = [number for number, rank in enumerate(ranks) if rank == dist.get_rank()]
+    stages = [
+        api.ScheduledStage(
+            layers[number],
+            partial(run, number),
+            place=(number, len(layers)),
+            inputs=like if number else [torch.arange(1)],
+            outputs=[torch.empty(())] if number == last else like,
+            device=torch.device("cpu"),
+            group=dist.group.WORLD,  # type: ignore[arg-type]
+            **options,
+        )
+        for number in numbers
+    ]
+    return numbers, partial(api.new_schedule(schedule, stages, 4), 0 in numbers, last in numbers)
+
+
+def assert_close(pairs: Iterable[tuple[Any, Any]]) -> None:
+    for found, expected in pairs:
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@gloo_group()
 def run_batches(schedule: str) -> dict[str, Any]:
-    dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(rank)
     layers, x = nn.Linear(WIDTH, WIDTH, dtype=torch.float64), torch.randn(4, ROWS, WIDTH, dtype=torch.float64)
@@ -27,7 +56,7 @@ def run_batches(schedule: str) -> dict[str, Any]:
     fully_shard(layers, mesh=mesh["dp"], reshard_after_forward=False)
     ran: list[int] = []
 
-    def run(args: tuple[Any, ...], micro_batch: int) -> Any:
+    def run(_: int, args: tuple[Any, ...], micro_batch: int) -> Any:
         assert rank == 1 or int(args[0]) == micro_batch
         ran.append(micro_batch)
         # Turned, so that neither what is sent on nor what is sent back lies in order.
@@ -35,23 +64,14 @@ def run_batches(schedule: str) -> dict[str, Any]:
         return output.square().sum() if rank == 1 else output
 
     between = torch.empty(WIDTH, ROWS, dtype=torch.float64, device="meta", requires_grad=True)
-    stage = api.ScheduledStage(
-        layers,
-        run,
-        place=(rank, 2),
-        inputs=[torch.arange(1)] if rank == 0 else [between],
-        outputs=[between] if rank == 0 else [torch.empty(())],
-        device=torch.device("cpu"),
-        group=dist.group.WORLD,  # type: ignore[arg-type]
-    )
-    batch = api.new_schedule(schedule, [stage], 4)
+    _, batch = batch_of(schedule, [layers, layers], run, [between])
     wrapped: list[Any] = [layers]
     with api.as_one_backward(wrapped, reduces=False):
-        batch(rank == 0, rank == 1)
+        batch()
     layers.reshard()  # what is gathered has gradients that nobody has reduced
     before = [p.grad for p in layers.parameters()]
     with api.as_one_backward(wrapped, reduces=True):
-        batch(rank == 0, rank == 1)
+        batch()
     found = {
         "ran": ran,
         "before": before,
@@ -60,7 +80,6 @@ def run_batches(schedule: str) -> dict[str, Any]:
         "gradients": [p.grad.full_tensor() for p in layers.parameters()],  # type: ignore[union-attr]
     }
     dist.barrier()
-    dist.destroy_process_group()
     return found
 
 
@@ -71,8 +90,7 @@ def test_gradients_of_two_batches_add_up_and_are_reduced_at_the_last(schedule: s
     x = first["x"].flatten(0, 1)
     output = (x @ weights[0].T + weights[1]) @ weights[2].T + weights[3]
     (2 * output.square().sum()).backward()
-    for found, expected in zip([*first["gradients"], *last["gradients"]], weights, strict=True):
-        torch.testing.assert_close(found, expected.grad, rtol=1e-12, atol=1e-12)
+    assert_close(zip([*first["gradients"], *last["gradients"]], [w.grad for w in weights], strict=True))
     assert first["before"] == last["before"] == [None, None]
     assert sorted(first["ran"]) == sorted(last["ran"]) == [0, 0, 1, 1, 2, 2, 3, 3]
 
@@ -85,23 +103,19 @@ BESIDE = {
 }
 
 
+@gloo_group()
 def hand_on(schedules: list[str], recomputed: bool = False) -> list[dict[str, Any]]:
     """Trains four layers on two ranks, that hand on beside what is learned what no gradient is of."""
-    dist.init_process_group("gloo")
-    results = []
-    for schedule in schedules:
-        ranks = api.ranks_of_stages(schedule, 2, 2 if schedule not in api.ONE_STAGE else 1)
-        results.append(hand_on_by(schedule, ranks, recomputed))
+    results = [hand_on_by(schedule, recomputed) for schedule in schedules]
     dist.barrier()
-    dist.destroy_process_group()
     return results
 
 
-def hand_on_by(schedule: str, ranks: list[int], recomputed: bool) -> dict[str, Any]:
+def hand_on_by(schedule: str, recomputed: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     ran: list[int] = []
-    layers = [nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in ranks]
-    x, last, arrived = torch.randn(4, ROWS, WIDTH, dtype=torch.float64), len(ranks) - 1, []
+    layers = [nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2 if schedule in api.ONE_STAGE else 4)]
+    x, arrived = torch.randn(4, ROWS, WIDTH, dtype=torch.float64), []
 
     def layer_of(number: int, value: torch.Tensor) -> torch.Tensor:
         ran.append(number)
@@ -112,31 +126,16 @@ def hand_on_by(schedule: str, ranks: list[int], recomputed: bool) -> dict[str, A
         value = x[int(args[0])] if number == 0 else args[0]
         beside = tuple(BESIDE.values()) if number == 0 else args[1:]
         output = checkpoint(layer_of, number, value, use_reentrant=False) if recomputed else layer_of(number, value)
-        if number == last:
+        if number == len(layers) - 1:
             arrived.append(dict(zip(BESIDE, [tensor.clone() for tensor in beside], strict=True)))
             return output.square().sum()
         return (output.view_as(output), *beside)
 
     between = torch.empty(ROWS, WIDTH, dtype=torch.float64, device="meta", requires_grad=True)
     like = [between, *(torch.empty_like(tensor, device="meta") for tensor in BESIDE.values())]
-    stages = [
-        api.ScheduledStage(
-            layers[number],
-            partial(run, number),
-            place=(number, len(ranks)),
-            inputs=[torch.arange(1)] if number == 0 else like,
-            outputs=[torch.empty(())] if number == last else like,
-            device=torch.device("cpu"),
-            group=dist.group.WORLD,  # type: ignore[arg-type]
-            may_split=lambda: not recomputed,
-        )
-        for number, rank in enumerate(ranks)
-        if rank == dist.get_rank()
-    ]
-    numbers = [stage.stage_index for stage in stages]
-    batch = api.new_schedule(schedule, stages, 4)
+    numbers, batch = batch_of(schedule, layers, run, like, may_split=lambda: not recomputed)
     for _ in range(2):
-        batch(0 in numbers, last in numbers)
+        batch()
     total = x.flatten(0, 1)
     copies = [copy.deepcopy(layer).requires_grad_() for layer in layers]
     for layer in copies:
@@ -150,8 +149,7 @@ def hand_on_by(schedule: str, ranks: list[int], recomputed: bool) -> dict[str, A
 
 def test_integers_and_floats_without_gradients_cross_as_they_are_under_every_schedule() -> None:
     for results in zip(*run_world(hand_on, 2, list(api.SCHEDULES)), strict=True):
-        for found, expected in [pair for result in results for pair in result["pairs"]]:
-            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        assert_close(pair for result in results for pair in result["pairs"])
         arrived = [beside for result in results for beside in result["arrived"]]
         assert len(arrived) == 8
         for beside in arrived:
@@ -161,8 +159,7 @@ def test_integers_and_floats_without_gradients_cross_as_they_are_under_every_sch
 
 def test_what_is_computed_again_is_so_once_where_schedules_would_split_backwards() -> None:
     for results in zip(*run_world(hand_on, 2, [*api.LOOPED, *api.V_SHAPED], True), strict=True):
-        for found, expected in [pair for result in results for pair in result["pairs"]]:
-            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        assert_close(pair for result in results for pair in result["pairs"])
         assert [count for result in results for count in result["ran"]] == [2 * 2 * 4] * 4
 
 
@@ -197,12 +194,11 @@ class AddsUp(UsesTwice):
         return self.outer(self.layer(x).sin()), x * (self.own + self.other)
 
 
+@gloo_group()
 def hand_on_own(kind: type[nn.Module], schedules: list[str]) -> list[tuple[Any, Any]]:
     """Trains four layers on two ranks by each schedule; what each hands on of its own meets the next one's input."""
-    dist.init_process_group("gloo")
     results = [pair for schedule in schedules for pair in hand_on_own_by(kind, schedule)]
     dist.barrier()
-    dist.destroy_process_group()
     return results
 
 
@@ -210,31 +206,19 @@ def hand_on_own_by(kind: type[nn.Module], schedule: str) -> list[tuple[Any, Any]
     torch.manual_seed(0)
     layers, x = [kind() for _ in range(4)], torch.randn(4, ROWS, WIDTH, dtype=torch.float64)
 
-    def run(number: int, layers: list[nn.Module], args: tuple[Any, ...], _: int = 0) -> Any:
+    def run(number: int, args: tuple[Any, ...], _: int = 0, of: list[nn.Module] = layers) -> Any:
         value, *handed = args if number else (x[int(args[0])],)
-        output, own = layers[number](sum(handed, value), *handed)
+        output, own = of[number](sum(handed, value), *handed)
         return (output * own).sum() if number == 3 else (output, own)
 
     between = torch.empty(ROWS, WIDTH, dtype=torch.float64, device="meta", requires_grad=True)
-    numbers = [number for number, rank in enumerate(api.ranks_of_stages(schedule, 2, 2)) if rank == dist.get_rank()]
-    stages = [
-        api.ScheduledStage(
-            layers[number],
-            partial(run, number, layers),
-            place=(number, 4),
-            inputs=[between, between] if number else [torch.arange(1)],
-            outputs=[torch.empty(())] if number == 3 else [between, between],
-            device=torch.device("cpu"),
-            group=dist.group.WORLD,  # type: ignore[arg-type]
-        )
-        for number in numbers
-    ]
-    api.new_schedule(schedule, stages, 4)(0 in numbers, 3 in numbers)
+    numbers, batch = batch_of(schedule, layers, run, [between, between])
+    batch()
     copies = copy.deepcopy(layers)
     for micro_batch in range(4):
         given: Any = (micro_batch,)
         for number in range(4):
-            given = run(number, copies, given)
+            given = run(number, given, of=copies)
         given.backward()
     found, expected = [[p.grad for n in numbers for p in of[n].parameters()] for of in (layers, copies)]
     return list(zip(found, expected, strict=True))
@@ -243,8 +227,7 @@ def hand_on_own_by(kind: type[nn.Module], schedule: str) -> list[tuple[Any, Any]
 @pytest.mark.parametrize("kind", [HandsOnItsOwn, UsesTwice, AddsUp])
 def test_whatever_is_handed_on_or_shared_has_its_gradient_in_split_backwards(kind: type[nn.Module]) -> None:
     for pairs in run_world(hand_on_own, 2, kind, [*api.LOOPED, *api.V_SHAPED]):
-        for found, expected in pairs:
-            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        assert_close(pairs)
 
 
 def test_a_copy_follows_its_module_and_keeps_what_was_left_out_of_it() -> None:

@@ -2,7 +2,6 @@
 
 import gc
 import inspect
-import io
 import os
 import pickle
 import warnings
@@ -22,26 +21,13 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, CosineAnnealingLR, LinearLR, SequentialLR
-from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dream_trainer.compat import pytorch
-from tests.api import map_leaves
-from tests.worlds import run_world
-
-
-def test_workers_of_a_loader_still_referred_to_can_be_ended(own_children: Callable[[], set[BaseProcess]]) -> None:
-    iterator = iter(DataLoader(list(range(8)), 2, num_workers=1, multiprocessing_context="fork"))
-    next(iterator)
-    assert len(own_children()) == 1
-    pytorch.shutdown_workers(iterator)
-    assert not own_children()
-    pytorch.shutdown_workers(iter(DataLoader(list(range(8)), 2)))
-    pytorch.shutdown_workers(None)
+from tests.worlds import gloo_group, run_world
 
 
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
@@ -57,15 +43,6 @@ def test_workers_that_a_loader_keeps_are_ended_and_it_starts_new_ones(
     assert len(list(loader)) == 4
     pytorch.end_workers(loader)
     pytorch.end_workers([1, 2])
-
-
-def test_torch_functions_can_be_called_past_every_mode() -> None:
-    class Refuse(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            raise AssertionError(func)
-
-    with Refuse(), pytorch.without_torch_function():
-        assert torch.ones(2).sum() == 2
 
 
 def test_in_place_writes_are_counted_also_through_views_and_on_meta() -> None:
@@ -87,12 +64,11 @@ def test_recurrent_modules_list_their_parameters_twice_and_follow_replacements()
     assert pytorch.second_lists(torch.nn.Linear(2, 2)) == ()
 
 
-def test_attention_draws_its_parameters_again() -> None:
-    attention = torch.nn.MultiheadAttention(8, 2)
-    with torch.no_grad():
-        attention.in_proj_bias.fill_(3)
-    pytorch.reset_attention_parameters(attention)
-    assert (attention.in_proj_bias == 0).all()
+def test_hooks_on_gradients_are_known_of_either_kind() -> None:
+    changed, accumulated, neither = (torch.nn.Parameter(torch.ones(1)) for _ in range(3))
+    changed.register_hook(lambda gradient: gradient)
+    accumulated.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert [pytorch.has_hooks(one) for one in (changed, accumulated, neither)] == [True, True, False]
 
 
 def test_the_globals_of_dcp_metadata_are_those_that_a_save_of_tensors_refers_to(tmp_path: Path) -> None:
@@ -139,67 +115,6 @@ def test_this_torch_reads_the_names_that_the_flight_recorder_is_enabled_by() -> 
     assert "TORCH_NCCL_DUMP_ON_TIMEOUT" in header
 
 
-def test_collectives_are_recorded(group_of_one: None) -> None:
-    dist.barrier()
-    records = pytorch.recorded_collectives()
-    assert records is not None
-    assert "gloo:barrier" in {entry["profiling_name"] for entry in pickle.loads(records)["entries"]}
-
-
-def test_trees_are_copied_and_their_leaves_come_in_order() -> None:
-    tree = {"a": [1, (2, torch.Size([3]))], "b": slice(4, 5)}
-    copied = map_leaves(lambda leaf: leaf, tree)
-    assert (copied, type(copied["a"][1][1])) == (tree, torch.Size)
-    assert copied["a"] is not tree["a"]
-    assert [*pytorch.tree_iter(tree)] == [1, 2, 3, slice(4, 5)]
-
-
-def test_lists_of_tensors_are_copied_and_interpolated_in_place() -> None:
-    own, other = [torch.zeros(2), torch.zeros(3, 1)], [torch.ones(2), torch.full((3, 1), 2.0)]
-    pytorch.foreach_lerp_(own, other, 0.25)
-    assert [tensor.mean().item() for tensor in own] == [0.25, 0.5]
-    # A weight on the device, where 0 leaves everything bit for bit.
-    pytorch.foreach_lerp_(own, other, [torch.tensor(0.0)] * 2)
-    assert [tensor.mean().item() for tensor in own] == [0.25, 0.5]
-    pytorch.foreach_lerp_(own, other, [torch.tensor(0.5)] * 2)
-    assert [tensor.mean().item() for tensor in own] == [0.625, 1.25]
-    pytorch.foreach_copy_(own, other)
-    assert all(map(torch.equal, own, other))
-    assert all(tensor is local for tensor, local in zip(own, pytorch.local_tensors(own), strict=True))
-
-
-def test_the_dimension_that_a_placement_cuts_is_told_of_strided_ones_too() -> None:
-    placements = (Shard(0), Shard(2), _StridedShard(1, split_factor=2))
-    assert [pytorch.shard_dim(placement) for placement in placements] == [0, 2, 1]
-    assert pytorch.shard_dim(Replicate()) is None
-    assert pytorch.shard_dim(Partial()) is None
-
-
-def test_torch_load_reads_one_of_several_archives_in_a_file_through_a_window(tmp_path: Path) -> None:
-    archives = []
-    for fill in range(3):
-        buffer = io.BytesIO()
-        torch.save(torch.full((fill + 1, 5), float(fill)), buffer)
-        archives.append(buffer.getvalue())
-    (tmp_path / "several").write_bytes(b"".join(archives))
-    with (tmp_path / "several").open("rb") as file:
-        window = pytorch.file_window(file, len(archives[0]), len(archives[1]))
-        assert torch.equal(torch.load(window, weights_only=True), torch.ones(2, 5))
-
-
-def test_results_of_operations_on_dtensors_are_not_taken_from_a_process_group_that_is_gone() -> None:
-    pytorch.forget_meshes()  # those of tests that this process ran before
-    for _ in range(2):
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        mesh = init_device_mesh("cpu", (1,))
-        found = distribute_tensor(torch.ones(2), mesh, [Shard(0)]).detach().device_mesh
-        dist.destroy_process_group()
-        pytorch.forget_meshes()
-        assert found is mesh
-        del found, mesh
-        gc.collect()  # a child that a later test forks would hang in it
-
-
 def test_a_block_may_run_before_its_model_once_that_is_the_root(group_of_one: None) -> None:
     mesh = init_device_mesh("cpu", (1,))
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
@@ -236,14 +151,6 @@ def test_tf32_is_switched_by_whichever_setting_the_process_uses() -> None:
     run_world(tf32_by_either_setting, 1, fresh=True)  # the newer setting cannot be taken back
 
 
-def test_a_module_computes_with_other_tensors_and_then_with_its_own() -> None:
-    linear = torch.nn.Linear(2, 2)
-    own, x = dict(linear.named_parameters()), torch.ones(1, 2)
-    with pytorch.with_parameters(linear, {"weight": torch.eye(2), "bias": torch.zeros(2)}):
-        assert torch.equal(linear(x), x)
-    assert all(parameter is own[name] for name, parameter in linear.named_parameters())
-
-
 def test_nothing_keeps_a_mesh_and_with_it_its_connections_once_it_is_forgotten() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("one", "other"))
@@ -258,16 +165,6 @@ def test_nothing_keeps_a_mesh_and_with_it_its_connections_once_it_is_forgotten()
     pytorch.forget_meshes()
     gc.collect()
     assert left() is None
-
-
-def test_a_backward_is_told_from_a_forward() -> None:
-    seen = []
-    x = torch.ones(2, requires_grad=True)
-    x.register_hook(lambda grad: seen.append(pytorch.in_backward()))
-    assert not pytorch.in_backward()
-    x.sum().backward()
-    assert seen == [True]
-    assert not pytorch.in_backward()
 
 
 def test_whole_parameters_stand_in_for_shards_and_forwards_leave_them_there(group_of_one: None) -> None:
@@ -290,26 +187,6 @@ def test_the_stores_that_checkers_see_are_those_of_torch_distributed() -> None:
     assert (pytorch.Store, pytorch.PrefixStore, pytorch.TCPStore) == (dist.Store, dist.PrefixStore, dist.TCPStore)
 
 
-def gathered_flat() -> tuple[list[float], list[float], list[float]]:
-    dist.init_process_group("gloo")
-    apart, inside = torch.zeros(4), torch.zeros(4)
-    own = inside.chunk(2)[dist.get_rank()].fill_(dist.get_rank() + 1)
-    group = dist.group.WORLD
-    assert group is not None
-    pytorch.all_gather_flat(apart, own.clone(), group)
-    pytorch.all_gather_flat(inside, own, group)
-    summed = torch.zeros(2)
-    pytorch.sum_scatter_flat(summed, torch.tensor([1.0, 2, 3, 4]) * (dist.get_rank() + 1), group)
-    dist.destroy_process_group()
-    return apart.tolist(), inside.tolist(), summed.tolist()
-
-
-@pytest.mark.filterwarnings("error::FutureWarning")
-def test_flat_tensors_are_gathered_also_in_place_and_summed_back() -> None:
-    gathered = [1, 1, 2, 2]
-    assert run_world(gathered_flat, 2) == [(gathered, gathered, [3, 6]), (gathered, gathered, [9, 12])]
-
-
 def test_autograd_takes_tensors_for_unchanged_that_are_written_to_unnoticed() -> None:
     weight = torch.ones(2, requires_grad=True)
     squares = weight.square().sum()
@@ -320,17 +197,6 @@ def test_autograd_takes_tensors_for_unchanged_that_are_written_to_unnoticed() ->
     squares.backward()  # as of what is there now
     assert weight.grad is not None
     assert weight.grad.tolist() == [6.0, 6.0]
-
-
-def test_buffers_are_persistent_if_the_state_dict_has_them() -> None:
-    module = torch.nn.Module()
-    module.register_buffer("kept", torch.zeros(1))
-    module.register_buffer("left", torch.zeros(1), persistent=False)
-    module.register_buffer("changed", torch.zeros(1), persistent=False)
-    module.register_buffer("changed", torch.zeros(1))
-    module.left = torch.ones(1)
-    own = [name for name, _ in module.named_buffers() if pytorch.is_persistent(module, name)]
-    assert own == list(module.state_dict()) == ["kept", "changed"]
 
 
 def test_norms_are_known_by_what_they_keep() -> None:
@@ -372,8 +238,8 @@ def test_steps_are_counted_in_parts_where_the_whole_has_no_count() -> None:
     assert (pytorch.steps_taken(chain), pytorch.steps_taken(sequence)) == (3, 3)
 
 
+@gloo_group()
 def step_both() -> None:
-    dist.init_process_group("gloo")
     values = torch.arange(12.0).view(4, 3)
     alone, plain = torch.nn.Parameter(values.clone()), torch.nn.Parameter(values.clone())
     split = torch.nn.Parameter(distribute_tensor(values, init_device_mesh("cpu", (2,)), [Shard(0)]))
@@ -387,37 +253,10 @@ def step_both() -> None:
     assert torch.equal(plain, alone)
     assert torch.equal(split.full_tensor(), alone)
     assert not torch.equal(alone, values)
-    dist.destroy_process_group()
 
 
 def test_a_fused_optimizer_steps_dtensors_and_plain_parameters_as_one_alone() -> None:
     run_world(step_both, 2)
-
-
-def drawn_by_dtensors(rank_seeds: tuple[int, int]) -> tuple[list[float], list[float]]:
-    """By a DTensor, and by a plain tensor with the same seed; tests/gpu has more."""
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2,))
-    seed = rank_seeds[dist.get_rank()]
-    torch.manual_seed(seed)
-    before = torch.get_rng_state()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        pytorch.keep_own_generators(mesh)
-    assert torch.equal(torch.get_rng_state(), before)
-    ones = distribute_tensor(torch.ones(64), mesh, [Replicate()])
-    by_dtensor = torch.nn.functional.dropout(ones).to_local().tolist()
-    torch.manual_seed(seed)
-    plain = torch.nn.functional.dropout(torch.ones(64)).tolist()
-    dist.destroy_process_group()
-    return by_dtensor, plain
-
-
-def test_ranks_with_other_generators_draw_other_numbers_and_with_the_same_the_same() -> None:
-    (first, plain_first), (second, plain_second) = run_world(drawn_by_dtensors, 2, (1, 2))
-    assert first == plain_first != second == plain_second
-    (first, _), (second, _) = run_world(drawn_by_dtensors, 2, (3, 3))
-    assert first == second
 
 
 def plan_of(**tensors: torch.Tensor) -> SavePlan:

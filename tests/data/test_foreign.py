@@ -6,9 +6,9 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.api import DataError, DataPosition, PerRankLoader
+from tests.api import DataError, DataPosition
 from tests.data.reading import open_stream, read
-from tests.data.samples import KeepsNext, ShuffledStream
+from tests.data.samples import KeepsNext
 
 
 class Polled:
@@ -41,14 +41,6 @@ class PolledIterator:
         self.next += 1
         self.source.pulled += 1
         return self.next - 1
-
-
-@pytest.mark.pitfall(1)
-@pytest.mark.pitfall(10)
-def test_a_pass_that_ends_inside_a_window_gives_a_short_one_and_never_straddles() -> None:
-    assert read(open_stream([0, 1, 2, 3, 4], accumulation=2), passes=2) == [[0, 1], [2, 3], [4]] * 2
-    assert read(open_stream([0, 1, 2, 3], accumulation=2), passes=2) == [[0, 1], [2, 3]] * 2
-    assert read(open_stream([0], accumulation=4), passes=1) == [[0]]
 
 
 @pytest.mark.pitfall(8)
@@ -86,23 +78,11 @@ def test_an_endless_generator_is_read_window_by_window() -> None:
 
 
 @pytest.mark.pitfall(10)
-def test_empty_data_is_an_error_that_says_why() -> None:
-    with pytest.raises(DataError, match=r"\(list\) has 0 batches"):
-        open_stream([])
-    with pytest.raises(DataError, match="yielded no batch in pass 0"):
-        open_stream(DataLoader(ShuffledStream(0), 2)).next_window()
+def test_data_that_was_read_once_and_is_empty_then_is_an_error_that_says_why() -> None:
     stream = open_stream(iter([1]))
     read(stream, passes=1)
     with pytest.raises(DataError, match="yielded no batch in pass 1.*an iterator, which can be read once"):
         stream.next_window()
-
-
-@pytest.mark.pitfall(13)
-def test_a_per_rank_loader_is_used_as_it_is_on_each_rank() -> None:
-    loaders = [PerRankLoader([10, 11, 12]), PerRankLoader(iter([])), PerRankLoader([20])]
-    streams = [open_stream(loader, accumulation=2, rank=rank, size=3) for rank, loader in enumerate(loaders)]
-    assert [read(stream, passes=1) for stream in streams] == [[[10, 11], [12]], [], [[20]]]
-    assert not any(stream.is_even for stream in streams)
 
 
 class CountedStream(KeepsNext, IterableDataset):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.api import average, detach, to_device
+from tests.api import average, to_device
 
 META = torch.device("meta")
 CPU = torch.device("cpu")
@@ -114,15 +114,6 @@ def test_a_batch_that_is_in_place_already_comes_back_as_the_same_object() -> Non
         None,
     ):
         assert to_device(batch, CPU) is batch
-
-
-def test_detached_results_hold_no_graph() -> None:
-    weight = torch.ones(2, requires_grad=True)
-    result = detach({"loss": (weight * 2).sum(), "parts": [weight * 3], "n": 1})
-    assert not result["loss"].requires_grad
-    assert not result["parts"][0].requires_grad
-    assert result["loss"].item() == 4.0
-    assert result["n"] == 1
 
 
 def test_records_are_averaged_key_by_key_over_those_that_have_the_key() -> None:

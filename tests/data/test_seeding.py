@@ -10,15 +10,6 @@ from tests.data.samples import DrawingDataset, global_states, rows
 from tests.data.test_pass_draws import DRAWS, drawn_with
 
 
-def test_each_sample_is_drawn_under_its_own_seed_whatever_its_batch() -> None:
-    data = KeyedDataset(DrawingDataset(10), default_collate, 7)
-    together = rows(data.__getitems__((0, [3, 4, 5])))
-    alone = [row for index in (5, 4, 3) for row in rows(data.__getitems__((0, [index])))]
-    assert together == alone[::-1]
-    torch.manual_seed(sample_seed(7, 0, 3) & 0xFFFF_FFFF)
-    assert together[0][1] == torch.rand((), dtype=torch.float64).item()
-
-
 def test_datasets_of_tensors_and_their_parts_are_known_to_draw_nothing() -> None:
     tensors = TensorDataset(torch.ones(4))
     assert draws_nothing(tensors)

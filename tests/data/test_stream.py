@@ -115,13 +115,6 @@ def ragged_steps(length: int, batch_size: int, world: int, accumulation: int) ->
     return steps
 
 
-@pytest.mark.pitfall(1)
-@pytest.mark.pitfall(10)
-def test_on_one_rank_a_kept_tail_trains_as_in_plain_pytorch() -> None:
-    assert ragged_steps(11, 2, 1, 2) == [([[2, 2]], False), ([[2, 2]], False), ([[2, 1]], False)]
-    assert ragged_steps(3, 4, 1, 5) == [([[3]], False)]
-
-
 @pytest.mark.pitfall(13)
 def test_on_ranks_a_kept_tail_is_split_evenly_or_dropped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert ragged_steps(13, 4, 2, 1) == [([[4], [4]], False), ([[3], [2]], True)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.api import DataError, DistributedDataLoader, PerRankLoader
+from tests.api import DataError, DistributedDataLoader
 from tests.data.reading import open_stream, open_validation
 from tests.data.samples import DrawingDataset, ShuffledStream, global_states, rows
 
@@ -55,16 +55,6 @@ def test_a_foreign_loader_is_validated_as_it_is_on_one_rank_and_refused_beyond()
     assert [batch.tolist() for batch in data] == first
     with pytest.raises(DataError, match="PerRankLoader"):
         open_validation(loader, size=2)
-
-
-def test_per_rank_validation_is_used_as_it_is() -> None:
-    assert list(open_validation(PerRankLoader([1, 2]), 1, 2)) == [1, 2]
-
-
-@pytest.mark.pitfall(10)
-def test_validation_data_that_can_be_read_only_once_is_refused() -> None:
-    with pytest.raises(DataError, match="can be read once"):
-        open_validation(iter([1]))
 
 
 def test_of_a_dataset_without_samples_it_is_said_whose_it_is() -> None:

@@ -1,20 +1,17 @@
-"""Signals in a wait for data: what ends it, what is answered from within it, and what is left alone."""
+"""Signals in a wait for data: what ends it, and what is left alone."""
 
 import multiprocessing
 import os
-import random
 import resource
 import signal
 import threading
 import time
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 
-from tests.api import Requests, Signals, preserved_random_state, random_state, relayed, seed_cpu
+from tests.api import Requests, Signals, relayed
 from tests.worlds import run_world
 
 
@@ -57,24 +54,6 @@ def test_a_signal_that_stops_ends_a_wait_for_data_at_once(signals: Signals, numb
     assert signals.wait_for_data(lambda: "more") is None  # nothing is fetched any more
 
 
-def test_a_save_is_answered_from_within_the_wait_which_goes_on(signals: Signals) -> None:
-    answers = []
-
-    def answer() -> bool:
-        answers.append(signals.requests.save_signalled)
-        return True
-
-    def wait() -> str:
-        time.sleep(0.6)
-        return "data"
-
-    sender = send_in(0.1, signal.SIGUSR1, signal.SIGUSR1)
-    assert signals.wait_for_data(wait, answer) == "data"
-    sender.join()
-    assert answers == [True, True]
-    assert not signals.requests.ends_by_signal
-
-
 def test_outside_a_wait_signals_only_set_flags(signals: Signals) -> None:
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         os.kill(os.getpid(), number)
@@ -103,26 +82,6 @@ def test_a_forked_child_is_ended_by_its_parent_as_ever(signals: Signals) -> None
     child.join(10)
     assert child.exitcode == -signal.SIGTERM
     assert not signals.requests.ends_by_signal
-
-
-@pytest.mark.pitfall(32)
-def test_a_checkpoint_written_while_data_is_loaded_keeps_the_training_streams() -> None:
-    """The loader draws from streams of its own just then."""
-
-    def state() -> tuple[object, ...]:
-        values, tensors = random_state(torch.device("cpu"))
-        numpy = values["numpy"]["state"]
-        return values["python"], numpy["key"].tolist(), numpy["pos"], tensors["random.cpu"].tolist()
-
-    before = state()
-    with preserved_random_state():
-        seed_cpu(5)
-        torch.rand(3), np.random.rand(3), random.random()
-        with preserved_random_state():
-            seed_cpu(6)
-            assert state() == before
-        assert state() == before
-    assert state() == before
 
 
 def relays_beside_many_files(count: int) -> int:

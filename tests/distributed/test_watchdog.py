@@ -199,28 +199,3 @@ def test_patience_ends_at_its_own_limit(tmp_path: Path) -> None:
     status, text = run_alone("is_patient_for_ever", tmp_path)
     assert status == 1
     assert "made no progress for 1 s" in text
-
-
-class Numbers(torch.utils.data.Dataset[int]):
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(0.1)
-        return index
-
-
-def reads_from_worker_processes() -> None:
-    hurry()
-    step = 0
-    loader = torch.utils.data.DataLoader(Numbers(), num_workers=2, multiprocessing_context="fork")
-    with watched(lambda: f"step {step}", limit=10 * LIMIT):
-        for _ in range(3):
-            for _ in loader:
-                step += 1
-
-
-def test_worker_processes_forked_while_it_watches_come_and_go(tmp_path: Path) -> None:
-    status, text = run_alone("reads_from_worker_processes", tmp_path)
-    assert status == 0, text
-    assert text == ""

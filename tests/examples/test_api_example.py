@@ -1,15 +1,17 @@
-"""The complete example of the API page, as it stands, under torchrun; and its trainer alone."""
+"""The complete example of the API page, and the one without a class, as they stand, under torchrun and alone."""
 
+import re
 import runpy
 from pathlib import Path
 from typing import Any
 
-import sklearn.datasets  # noqa: F401  # sets an environment variable, which the example's import would do inside a test
+import pytest
+import sklearn.datasets  # noqa: F401  # sets an environment variable, which the examples' import would do inside a test
 
 from dream_trainer import TrainingParameters
 from tests.examples.launch import ROOT, run_script
 
-EXAMPLE = ROOT / "examples" / "api_example.py"
+EXAMPLE, SIMPLE = ROOT / "examples" / "api_example.py", ROOT / "examples" / "simple.py"
 
 
 def test_the_example_runs_as_it_is(tmp_path: Path) -> None:
@@ -33,3 +35,22 @@ def test_the_example_validates_each_epoch_and_learns() -> None:
     assert len(found) == 10
     assert found[-1]["val/val_accuracy"] > 0.85
     assert found[-1]["val/val_loss"] < 0.5 * found[0]["val/val_loss"]
+
+
+def check(said: str, first_line: str) -> None:
+    assert said.count(first_line) == 1
+    (accuracy,) = re.findall(r"the best epoch's accuracy: (0\.\d+)", said)
+    assert float(accuracy) > 0.88
+
+
+@pytest.mark.slow
+def test_the_example_learns_on_two_ranks(tmp_path: Path) -> None:
+    check(run_script(SIMPLE, cwd=tmp_path, n_processes=2), "epoch 1/15  step 20/300  train/loss ")
+
+
+def test_it_learns_alone_and_started_again_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(SIMPLE), run_name="__main__")
+    said = capsys.readouterr().out
+    check(said, "epoch 1/15  step 40/600  train/loss ")
+    runpy.run_path(str(SIMPLE), run_name="__main__")
+    assert capsys.readouterr().out == said[said.index("the best epoch's") :]

@@ -16,10 +16,9 @@ class Notes(api.Logger):
 
     def __init__(self) -> None:
         self.got: list[tuple[int, dict[str, float]]] = []
-        self.opened: list[tuple[dict[str, Any], int | None]] = []
 
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
-        self.opened.append((config, resumed_step))
+        pass
 
     def log(self, metrics: dict[str, float], stamp: api.Stamp) -> None:
         self.got.append((stamp.step, metrics))
@@ -74,14 +73,6 @@ def run(tmp_path: Path) -> Counter:
     return Counter(tmp_path)
 
 
-def test_loggers_are_opened_when_training_begins(run: Counter) -> None:
-    run.log.validation_started(is_training=False)
-    assert run.notes.opened == []
-    run.window(1.0)
-    run.window(1.0)
-    assert run.notes.opened == [({"seed": 3}, None)]
-
-
 def test_a_save_of_a_listener_finds_what_was_logged_before_it_written(run: Counter) -> None:
     run.window(1.0)
     with run.log.line_of_its_own(counts=True):
@@ -90,23 +81,6 @@ def test_a_save_of_a_listener_finds_what_was_logged_before_it_written(run: Count
         assert run.told == [(1, {"val/rank": 7.0})]
     assert run.told == [(1, {"val/rank": 7.0})]
     assert state["lines"] == 1
-
-
-def test_lines_that_were_written_after_the_checkpoint_are_told_again_and_written_once(tmp_path: Path) -> None:
-    first = Counter(tmp_path, every=1, loggers=(api.JSONLLogger(),))
-    first.window(1.0)
-    state = first.state()  # has the line of step 1's training, and not that of its validation
-    first.log.validated({"val/loss": 5.0})
-    first.log.close(1, has_trained=True)
-    second = Counter(tmp_path, every=1, loggers=(api.JSONLLogger(),))
-    second.resume(state)
-    second.log.validated({"val/loss": 5.0})
-    assert second.told == [(1, {"val/loss": 5.0})]
-    assert second.notes.got == []
-    assert [line["step"] for line in second.log.history] == [1, 1]
-    second.window(3.0, is_last=True)
-    second.log.close(2, has_trained=True)
-    assert [line["step"] for line in second.log.history] == [1, 1, 2]
 
 
 def test_another_runs_checkpoint_brings_its_pending_numbers_and_no_loggers_state(tmp_path: Path) -> None:
@@ -137,10 +111,3 @@ def test_what_was_not_flushed_is_written_unless_it_is_saved(tmp_path: Path) -> N
         run.log.close(1, has_trained=True)
         is_kept = is_saved and not is_lost
         assert run.told == ([] if is_kept else [(1, {"train/loss": 2.0})])
-
-
-def test_the_last_windows_numbers_are_written_before_they_would_be_saved(run: Counter) -> None:
-    run.window(1.0)
-    state = run.state(is_last=True)
-    assert run.told == [(1, {"train/loss": 1.0})]
-    assert state["pending"] is None

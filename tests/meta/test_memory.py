@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.api import materialize
-from tests.worlds import run_world
+from tests.worlds import gloo_group, run_world
 
 from .building import planned
 
@@ -21,13 +21,13 @@ def _deep(width: int, depth: int) -> nn.Module:
     return nn.Sequential(*layers)
 
 
+@gloo_group()
 def measure(width: int, depth: int) -> dict[str, float]:
     """Peak resident memory above the start, and what it is made of, in MB."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
-    dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     fully_shard(nn.Linear(2, 2), mesh=mesh)
     small, plan = planned(lambda: _deep(8, 1))
@@ -41,7 +41,6 @@ def measure(width: int, depth: int) -> dict[str, float]:
     shard = sum(p.to_local().nbytes if isinstance(p, DTensor) else p.nbytes for p in model.parameters()) / 2**20
     block = sum(p.numel() * p.element_size() for p in model[0].parameters()) / 2**20
     peak = _peak_mb() - base
-    dist.destroy_process_group()
     return {"peak": peak, "shard": shard, "block": block}
 
 

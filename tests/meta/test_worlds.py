@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.api import InitError, materialize
 from tests.trainer.arithmetic import full
-from tests.worlds import run_world
+from tests.worlds import gloo_group, run_world
 
 from .building import deferred, planned, tensors
 from .families import FAMILIES, NanoGPT
@@ -51,12 +51,10 @@ def _differing(family: str, model: nn.Module) -> list[str]:
     return [name for name, value in expected.items() if not torch.equal(full(found[name]), value)]
 
 
+@gloo_group()
 def _compare() -> list[str]:
-    dist.init_process_group("gloo")
     layouts = [(family, shape) for shape in LAYOUTS[dist.get_world_size()] for family in SHARDABLE]
-    wrong = [f"{family} {shape} {n}" for family, shape in layouts for n in _differing(family, _built(family, shape))]
-    dist.destroy_process_group()
-    return wrong
+    return [f"{family} {shape} {n}" for family, shape in layouts for n in _differing(family, _built(family, shape))]
 
 
 @pytest.mark.pitfall(21)
@@ -65,8 +63,8 @@ def test_every_mesh_gets_the_bits_of_one_process(world_size: int) -> None:
     assert run_world(_compare, world_size) == [[]] * world_size
 
 
+@gloo_group()
 def _tensor_parallel() -> list[str]:
-    dist.init_process_group("gloo")
     model, plan = planned(NanoGPT)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
     for block in model.blocks:
@@ -74,9 +72,7 @@ def _tensor_parallel() -> list[str]:
         fully_shard(block, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
     materialize({"model": model}, plan, "cpu")
-    wrong = _differing("nano_gpt", model)
-    dist.destroy_process_group()
-    return wrong
+    return _differing("nano_gpt", model)
 
 
 @pytest.mark.pitfall(21)
@@ -101,16 +97,14 @@ class _Lists(nn.Linear):
         self.both = {"kernels": [self.weight], "rest": self.bias}
 
 
+@gloo_group()
 def _mistaken(make: Callable[[], nn.Module]) -> str:
-    dist.init_process_group("gloo")
     model, plan = planned(make)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     try:
         materialize({"model": model}, plan, "cpu")
     except InitError as error:
         return str(error)
-    finally:
-        dist.destroy_process_group()
     return "no error"
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.api import GatheredAttention, SequenceParts, compile_with_shared_attention
 from tests.modules.test_context_attention import step
-from tests.worlds import run_world
+from tests.worlds import gloo_group, run_world
 
 LENGTH, WIDTH, HEADS = 16, 8, 2
 
@@ -66,9 +66,9 @@ def train(blocks: nn.ModuleList, run: Callable[[Tensor], Tensor], x: Tensor, wei
     return y.detach()
 
 
+@gloo_group()
 def observe() -> dict[str, float]:
     """For each case by how much outputs and gradients differ."""
-    dist.init_process_group("gloo")
     parts = SequenceParts(dist.get_rank(), 2, dist.group.WORLD, is_balanced=True)
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(2, 2, LENGTH, WIDTH, dtype=torch.float64, generator=generator)
@@ -91,7 +91,6 @@ def observe() -> dict[str, float]:
             dist.all_reduce(p.grad)
             worst = max(worst, (p.grad - q.grad).abs().max())
         seen[name] = float(worst)
-    dist.destroy_process_group()
     return seen
 
 

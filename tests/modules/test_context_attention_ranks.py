@@ -11,7 +11,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 
 from tests.api import AttentionTakeover, GatheredAttention, SequenceParts, UlyssesAttention
 from tests.modules.test_context_attention import step
-from tests.worlds import run_world
+from tests.worlds import gloo_group, run_world
 
 BATCH, HEADS, LENGTH, HEAD = 2, 4, 16, 3
 ROWS, COLUMNS = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
@@ -51,9 +51,9 @@ GATHERED: dict[str, Callable[[Tensor, Tensor, Tensor, Cut], Tensor]] = {
 }
 
 
+@gloo_group()
 def observe() -> dict[str, dict[str, float]]:
     """By how much the outputs and gradients of each differ, under either way."""
-    dist.init_process_group("gloo")
     inputs = torch.randn(3, BATCH, HEADS, LENGTH, HEAD, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     seen: dict[str, dict[str, float]] = {}
     for way, is_balanced in ((GatheredAttention, True), (UlyssesAttention, False)):
@@ -74,7 +74,6 @@ def observe() -> dict[str, dict[str, float]]:
             seen[way.__name__][name] = float(max(differences))
     with takeover:
         join_positions()
-    dist.destroy_process_group()
     return seen
 
 

@@ -1,4 +1,4 @@
-"""Blocks that are computed again draw what they drew, and layers that are declared as cut draw their own numbers."""
+"""Blocks that are computed again draw what they drew."""
 
 import random
 
@@ -46,24 +46,3 @@ def test_what_a_block_drew_is_drawn_again_when_it_is_computed_again(of_python: b
         again, skipped_then = gradients(keep)
         assert torch.equal(plain, again)
         assert skipped_then == skipped
-
-
-def test_a_layer_that_is_declared_as_cut_draws_on_each_rank_its_own_and_leaves_the_ranks_alike() -> None:
-    from torch.distributed.tensor import Shard
-
-    class Mesh:
-        def __init__(self, rank: int) -> None:
-            self.rank = rank
-
-        def get_local_rank(self) -> int:
-            return self.rank
-
-    drawn = []
-    for rank in range(2):
-        layer = nn.Dropout(0.5)
-        api.declare_random_layer(layer, Mesh(rank), Shard(1))  # type: ignore[arg-type]
-        with api.preserved_random_state():
-            torch.manual_seed(5)
-            drawn.append((layer(torch.ones(ROWS, PART, WIDTH)), torch.rand(3)))
-    assert not torch.equal(drawn[0][0], drawn[1][0])
-    assert torch.equal(drawn[0][1], drawn[1][1])

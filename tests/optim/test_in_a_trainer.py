@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import dream_trainer as dt
 from tests.late_norms import norms_are_read_late
 from tests.optim.models import N_TOKENS, Transformer, loss
+from tests.trainer.arithmetic import full
 from tests.trainer.small import fit, run_config
 from tests.worlds import run_world
 
@@ -68,10 +68,7 @@ class Trainer(dt.DreamTrainer):
             self.request_stop("the test says so")
 
     def norm_by_hand(self) -> float:
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        return (
-            torch.stack([g.full_tensor().norm() if isinstance(g, DTensor) else g.norm() for g in grads]).norm().item()
-        )
+        return torch.stack([full(p.grad).norm() for p in self.model.parameters() if p.grad is not None]).norm().item()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
         value = loss(self.model, batch)

@@ -15,7 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from dream_trainer.optim import muon
 from tests.api import Muon, deal
-from tests.worlds import run_world
+from tests.trainer.arithmetic import full
+from tests.worlds import gloo_group, run_world
 
 # Tall, wide, square, a single row or column; 5 rows on 4 ranks leave one without any.
 SHAPES = ((5, 3), (3, 5), (8, 8), (1, 4), (4, 1), (16, 7), (6, 6))
@@ -54,7 +55,7 @@ def after_four_steps(cls: type[torch.optim.Muon], given: list[Any], **options: A
                 p.grad = gradient
         optimizer.step()
     found = [*parameters, *(optimizer.state[p]["momentum_buffer"] for p in parameters)]
-    return [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach() for tensor in found]
+    return [full(tensor).detach() for tensor in found]
 
 
 SHARDED: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
@@ -69,9 +70,9 @@ LAYOUTS = (*SHARDED, "plain, shared", "plain, each for itself")
 REPEATED = ("rows and columns", "plain, each for itself")
 
 
+@gloo_group()
 def layouts() -> dict[str, Any]:
     """On each of four ranks: results under every layout, and how many matrices this rank orthogonalised in all."""
-    dist.init_process_group("gloo")
     meshes = {shape: init_device_mesh("cpu", shape) for shape in ((4,), (2, 2))}
     results: dict[str, Any] = {}
     counted, calls = muon.orthogonalised, 0
@@ -94,7 +95,6 @@ def layouts() -> dict[str, Any]:
         results[name] = after_four_steps(Muon, groups(matrices_as_parameters()), replicas=replicas), calls
     muon.orthogonalised = counted
     results["beside tensor parallelism"] = [p.full_tensor().detach() for p in trained(sharded=True)]
-    dist.destroy_process_group()
     return results
 
 

@@ -10,6 +10,7 @@ from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, 
 
 from tests.api import ConfigError, GroupParameters, Muon, OptimizerParameters, build_optimizer, build_optimizers
 from tests.optim.models import Transformer, batch, model, train
+from tests.simple.loops import assert_same_bits
 
 BY_HAND: list[tuple[type[Optimizer], dict[str, Any], dict[str, Any]]] = [
     (AdamW, {"name": "adamw"}, {"fused": True}),
@@ -27,11 +28,6 @@ BY_HAND: list[tuple[type[Optimizer], dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def assert_equal(one: nn.Module, other: nn.Module) -> None:
-    for (name, mine), theirs in zip(one.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(mine, theirs), name
-
-
 @pytest.mark.parametrize(("cls", "values", "how"), BY_HAND, ids=lambda value: str(value))
 def test_a_named_optimizer_steps_as_pytorchs(cls: type[Optimizer], values: dict[str, Any], how: dict[str, Any]) -> None:
     by_name, by_hand = model(), model()
@@ -41,7 +37,7 @@ def test_a_named_optimizer_steps_as_pytorchs(cls: type[Optimizer], values: dict[
     theirs: Callable[..., Optimizer] = cls
     train(by_name, [optimizer], batch())
     train(by_hand, [theirs(by_hand.parameters(), lr=0.01, **options, **how)], batch())
-    assert_equal(by_name, by_hand)
+    assert_same_bits(by_name, by_hand)
 
 
 def test_groups_step_as_groups_built_by_hand() -> None:
@@ -60,7 +56,7 @@ def test_groups_step_as_groups_built_by_hand() -> None:
     ]
     train(by_name, [build_optimizer(parameters, by_name)], batch())
     train(by_hand, [AdamW(groups, lr=0.01, weight_decay=0.3, fused=True)], batch())
-    assert_equal(by_name, by_hand)
+    assert_same_bits(by_name, by_hand)
 
 
 def split(module: Transformer) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -89,7 +85,7 @@ def test_muon_takes_hidden_matrices(values: dict[str, Any], of_muon: dict[str, A
     hidden, rest = split(by_hand)
     train(by_name, optimizers, batch())
     train(by_hand, [torch.optim.Muon(hidden, lr=0.01, **of_muon), AdamW(rest, fused=True, **of_adamw)], batch())
-    assert_equal(by_name, by_hand)
+    assert_same_bits(by_name, by_hand)
 
 
 def test_muon_takes_the_matrices_that_patterns_name() -> None:

@@ -9,12 +9,12 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, SGD, Adafactor, Adagrad, AdamW, Optimizer, Rprop
 
 from tests.api import ConfigError, OptimizerParameters, build_optimizer, build_optimizers, refuse_unshardable
 from tests.optim.models import N_TOKENS, batch, loss, model, train
-from tests.worlds import run_world
+from tests.trainer.small import weights
+from tests.worlds import gloo_group, run_world
 
 NAMED: dict[str, dict[str, Any]] = {
     "adamw": {"layer_decay": 0.9},
@@ -48,22 +48,15 @@ def sharded(mesh: Any) -> nn.Module:
     return module
 
 
-def weights(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for name, p in module.named_parameters()
-    }
-
-
 def differentiated(module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     value = loss(module, tokens)
     value.backward()
     return value
 
 
+@gloo_group()
 def step_everything() -> dict[str, Any]:
     """On each of two ranks: weights after three steps of every named optimizer, and what fails how."""
-    dist.init_process_group("gloo")
     mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
     results: dict[str, Any] = {"failed": {}, "refused": {}}
     for name in NAMED:
@@ -92,7 +85,6 @@ def step_everything() -> dict[str, Any]:
     with pytest.raises(ConfigError) as refused:
         build_optimizer(OptimizerParameters(name="sgd", fused=True), sharded(mesh))
     results["refused"]["sgd by name"] = str(refused.value)
-    dist.destroy_process_group()
     return results
 
 

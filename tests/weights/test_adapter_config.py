@@ -15,7 +15,7 @@ from dream_trainer.checkpoint import typed_json
 from tests.api import CheckpointError, Ranks, read_shared, refuse_other_adapters
 from tests.trainer.small import weights
 from tests.weights.adapted import Adapted, Net, lora, make, prepare
-from tests.worlds import run_world
+from tests.worlds import gloo_group, run_world
 
 
 def kind_of(**changes: Any) -> type[Adapted]:
@@ -137,12 +137,10 @@ def test_a_directory_of_peft_is_compared_too(here: str) -> None:
     assert all(torch.equal(on_purpose[name], value) for name, value in straight.items())
 
 
+@gloo_group()
 def refusals_on_ranks(directory: str, step: Path) -> list[str]:
     """Of a resume and of a start from a directory, where rank 0 alone has another config."""
-    import torch.distributed as dist
-
     os.chdir(directory)
-    dist.init_process_group("gloo")
     world, said = Ranks.of_default_group(), []
     model = get_peft_model(Net().double(), lora(lora_alpha=16 if world.is_main else 8))
     saved = read_shared(step)["adapters"]
@@ -153,7 +151,6 @@ def refusals_on_ranks(directory: str, step: Path) -> list[str]:
         with pytest.raises(CheckpointError) as refused:
             load()
         said.append(str(refused.value))
-    dist.destroy_process_group()
     return said
 
 

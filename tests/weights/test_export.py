@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tests import api
 from tests.checkpoint.states import assert_same_bits, flip, outcome, save
 from tests.weights.weight_cases import Net
-from tests.worlds import run_world
+from tests.worlds import gloo_group, run_world
 
 
 def expected_of(model: nn.Module) -> dict[str, Tensor]:
@@ -303,23 +303,12 @@ def test_memory_holds_a_tensor_at_a_time_and_not_the_model(tmp_path: Path) -> No
     assert all(bool((value == int(name)).all()) for name, value in found.items())
 
 
-def test_a_plain_model_is_exported_as_its_checkpoint_is(tmp_path: Path, model: Net, checkpoint: Path) -> None:
-    for out in (tmp_path / "live", tmp_path / "live.pt"):
-        api.export_model(model, out, world=api.Ranks.alone(), dtype=torch.bfloat16, config={"a": 1})
-        api.export_checkpoint(checkpoint, out.with_stem("stored"), dtype=torch.bfloat16)
-    assert (tmp_path / "live" / "config.json").exists()
-    assert_same_bits(read_directory(tmp_path / "live"), read_directory(tmp_path / "stored"))
-    live, stored = (torch.load(tmp_path / name, weights_only=True) for name in ("live.pt", "stored.pt"))
-    assert_same_bits(live, stored)
-    assert next(model.parameters()).dtype == torch.float32
-
-
+@gloo_group()
 def _export_sharded(directory: str) -> dict[str, Any]:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    dist.init_process_group("gloo")
     world, root = api.Ranks.of_default_group(), Path(directory)
     torch.manual_seed(0)
     model = Net()
@@ -338,7 +327,6 @@ def _export_sharded(directory: str) -> dict[str, Any]:
         "different": outcome(lambda: api.export_model(other, root / "different", world=world)),
     }
     dist.barrier()
-    dist.destroy_process_group()
     return {"written": [path.name for path in written], "failures": failures}
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load
 import dream_trainer as dt
 from tests.api import CheckpointError, ConfigError
 from tests.checkpoint.states import DESCRIPTION, save
-from tests.worlds import run_world
+from tests.worlds import gloo_group, run_world
 
 
 class Hub(ThreadingHTTPServer):
@@ -143,18 +143,14 @@ def test_what_cannot_be_pushed_is_said_before_anything_is_sent(hub: Hub, run: Pa
     assert not hub.repos
 
 
+@gloo_group()
 def push_from_ranks(port: int, run: str) -> tuple[str, str]:
-    import torch.distributed as dist
     from huggingface_hub import constants
 
     constants.ENDPOINT = f"http://127.0.0.1:{port}"
-    dist.init_process_group("gloo")
-    try:
-        address = dt.push_to_hub(run, "somebody/net")
-        with pytest.raises(CheckpointError) as refused:
-            dt.push_to_hub(run, "not a name")
-    finally:
-        dist.destroy_process_group()
+    address = dt.push_to_hub(run, "somebody/net")
+    with pytest.raises(CheckpointError) as refused:
+        dt.push_to_hub(run, "not a name")
     return address, str(refused.value)
 
 

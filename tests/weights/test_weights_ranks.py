@@ -21,7 +21,7 @@ from tests.api import local_tensor as local
 from tests.checkpoint.states import flip, save
 from tests.trainer.arithmetic import full, same_bits
 from tests.weights.weight_cases import KINDS, Net, State, expected, weights
-from tests.worlds import run_world
+from tests.worlds import gloo_group, run_world
 
 
 def fsdp(model: Net) -> None:
@@ -213,10 +213,9 @@ def large_state() -> State:
 
 
 def on_each_rank(root: Path, large: dict[str, Path], kinds: list[str]) -> dict[str, Any]:
-    dist.init_process_group("gloo")
-    memory = measure_loading(large)  # first, while the heap has no room left by others
-    layouts = load_into_every_layout(root, kinds)
-    dist.destroy_process_group()
+    with gloo_group():
+        memory = measure_loading(large)  # first, while the heap has no room left by others
+        layouts = load_into_every_layout(root, kinds)
     return {"memory": memory, "layouts": layouts, "agreement": come_to_one_outcome(root)}
 
 
