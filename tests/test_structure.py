@@ -267,12 +267,12 @@ def test_an_event_is_the_same_for_callbacks_and_the_trainer(event: str) -> None:
 
 # To be lowered as release 0.4 goes on; docs/baseline.md has where they are to end.
 MOST = {
-    "files of the package": 200,
-    "lines of the package": 42_725,
+    "files of the package": 197,
+    "lines of the package": 41_998,
     "lines of testing/ and planning/": 2_864,
-    "`raise` statements": 673,
-    "modules under 60 lines": 13,
-    "modules with one importer, in their folder": 11,
+    "`raise` statements": 645,
+    "modules under 60 lines": 12,
+    "modules with one importer, in their folder": 10,
     "modules in the largest folder": 18,
     "largest import cycle, types included": 3,
     "constructors that take a trainer": 0,
@@ -282,7 +282,7 @@ MOST = {
     "`WeakKeyDictionary` and `WeakTensorKeyDictionary`": 1,
     "`global` statements": 1,
     "files that import ctypes": 0,
-    "lines of tests": 53_483,
+    "lines of tests": 52_676,
 }
 
 
