@@ -71,6 +71,7 @@ def save_two(root: Path) -> dict[str, Any]:
     report: dict[str, Any] = {"path": path, "bits": bits(tensors), "buffers": sorted(buffers), "mean": mean.tolist()}
 
     again = build(1, mesh)
+    api.load_tensors(path, api.model_tensors(again), world=world)
     state, mine = api.read_rank(path, world.rank)
     api.load_rank_buffers(again, mine)
     report |= {"position": state["position"], "mean again": again["net"].norm.running_mean.tolist()}

@@ -55,15 +55,6 @@ def test_in_place_writes_are_counted_also_through_views_and_on_meta() -> None:
         assert pytorch.write_count(torch.ones(2).mul_(2)) == 0
 
 
-def test_recurrent_modules_list_their_parameters_twice_and_follow_replacements() -> None:
-    for module in (torch.nn.LSTM(3, 4, proj_size=2), torch.nn.GRU(3, 4, bidirectional=True), torch.nn.RNN(3, 4)):
-        (name,) = pytorch.second_lists(module)
-        assert all(a is b for a, b in zip(getattr(module, name), module.parameters(), strict=True))
-        new = module.weight_hh_l0 = torch.nn.Parameter(torch.zeros_like(module.weight_hh_l0))
-        assert getattr(module, name)[1] is new
-    assert pytorch.second_lists(torch.nn.Linear(2, 2)) == ()
-
-
 def test_hooks_on_gradients_are_known_of_either_kind() -> None:
     changed, accumulated, neither = (torch.nn.Parameter(torch.ones(1)) for _ in range(3))
     changed.register_hook(lambda gradient: gradient)
