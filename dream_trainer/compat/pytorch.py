@@ -1,4 +1,4 @@
-"""Every private or moving PyTorch name that Dream Trainer leans on; `tests/compat/test_pytorch.py` exercises each."""
+"""Every private or moving PyTorch name that Dream Trainer leans on; tests exercise each."""
 
 from __future__ import annotations
 
