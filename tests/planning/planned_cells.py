@@ -28,6 +28,7 @@ class ProgramOfCell(Program):
 class MeasuredTrainer(PlannedTrainer):
     """On real ranks, with values."""
 
+    __module__ = PlannedTrainer.__module__  # a user's class may not replace these methods
     found: ClassVar[list[RankPlan]]
 
     def _done(self, plan: RankPlan) -> None:
