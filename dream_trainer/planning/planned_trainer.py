@@ -9,10 +9,11 @@ import threading
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache, partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 from unittest.mock import patch
@@ -47,6 +48,7 @@ from dream_trainer.meta.realize import MetaPlace, Replay, put
 from dream_trainer.meta.tape import Tape
 from dream_trainer.nested import leaves, map_tensors
 from dream_trainer.parallel.sharding import fsdp_modules
+from dream_trainer.testing.checked_runs import end, write_whole
 from dream_trainer.testing.program import Program, change, overridden
 from dream_trainer.trainer.base import BaseTrainer, next_window
 from dream_trainer.trainer.event_table import event_table
@@ -121,10 +123,6 @@ class Tracker(TorchDispatchMode):
                 piece = self._note(local_tensor(tensor), kind)
                 piece.kind = kind
                 piece.module = piece.module if module is None else module
-
-    def module_of(self, tensor: Tensor) -> str | None:
-        piece = self._alive.get(storage_id(local_tensor(tensor)))
-        return None if piece is None else piece.module
 
     def _note(self, tensor: Tensor, kind: str) -> Piece:
         storage, key = tensor.untyped_storage(), storage_id(tensor)
@@ -332,20 +330,12 @@ class PlannedWorld(World):
         return cast("list[int]", self.known_numbers or self.sent_numbers)
 
     @override
+    def _may_communicate(self) -> bool:
+        return False
+
+    @override
     def all_gather_object(self, value: Any, /) -> list[Any]:
         return [value] * self.world_size
-
-    @override
-    def gather_object(self, value: Any, /) -> list[Any] | None:
-        return [value] * self.world_size if self.is_main else None
-
-    @override
-    def scatter_object(self, values: Sequence[Any] | None, /) -> Any:
-        return None if values is None else values[self.rank]
-
-    @override
-    def broadcast_object(self, value: Any, src: int = 0) -> Any:
-        return value
 
     @override
     def all_reduce(self, values: Tensor, op: str = "sum") -> Tensor:
@@ -406,18 +396,19 @@ class RankJob:
 _OF_TENSORS = ("materialise", "configure_optimizers", "configure_schedulers", "configure_metrics")  # stages of setup
 
 
-class MeasuredTrainer(BaseTrainer):
-    """Stands before the user's class. `fit` sets up, trains two windows, and hands on the one with the higher peak."""
+class PlannedTrainer(BaseTrainer):
+    """Stands before the user's class: a rank without the others, whose tensors have no values. `fit` sets up, trains
+    two windows, and writes the plan of the one with the higher peak."""
 
     _job: ClassVar[RankJob] = RankJob(program=Program())
     _scratch: ClassVar[str]
-    _done: ClassVar[Callable[[RankPlan], None]]
     _tracker: Tracker
+    _made: Valueless
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         config = overridden(config, self._job.program)
         config.callbacks = []
-        config.runs_dir = self._scratch
+        config.runs_dir = f"{self._scratch}/runs"
         devices = config.device_parameters
         refuse(devices.cpu_offload, "cpu_offload=True cannot be planned: a plan counts the memory of one device.")
         refuse(devices.float8 != "none", f"float8={devices.float8!r} cannot be planned: its kernels are not the CPU's.")
@@ -447,15 +438,16 @@ class MeasuredTrainer(BaseTrainer):
             window = next_window(runtime)
             if window is None:
                 raise ConfigError("the training data end before two steps. A plan trains two.")
-            with self._values():
+            with self._without_values():
                 with self._tracker.window(self._parts()):
                     self._run_window(window)
                 steps.append(self._tracker.plan_of(self))
         worst = max(steps, key=lambda each: each.peak)
-        type(self)._done(replace(worst, numbers=steps[-1].numbers))  # later stages are planned with these
+        self._done(replace(worst, numbers=steps[-1].numbers))  # later stages are planned with these
 
-    def _values(self) -> AbstractContextManager[Any]:
-        return nullcontext()
+    def _done(self, plan: RankPlan) -> None:
+        write_whole(Path(self._scratch, "found"), plan)
+        end(0)
 
     @override
     def _wrap_step(self, step: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
@@ -476,7 +468,7 @@ class MeasuredTrainer(BaseTrainer):
         return copy
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        return tensor.clone()
+        return cast(Tensor, self._made.mode.from_tensor(tensor)) if has_values(tensor) else tensor.clone()
 
     @override
     def step(
@@ -487,9 +479,10 @@ class MeasuredTrainer(BaseTrainer):
         self._tracker.is_users_turn = False
         norm = super().step(model, optimizer, scheduler)
         self._tracker.is_users_turn = True
+        owners = {id(parameter): path for path, part in self._parts() for parameter in part.parameters(recurse=False)}
         for each in self._runtime.registry.optimizers().values():
             for parameter, state in each.state.items():
-                self._tracker.mark(leaves(dict(state)), "optimizer state", self._tracker.module_of(parameter))
+                self._tracker.mark(leaves(dict(state)), "optimizer state", owners.get(id(parameter)))
         return norm
 
     def _parts(self) -> Iterator[tuple[str, nn.Module]]:
@@ -500,11 +493,7 @@ class MeasuredTrainer(BaseTrainer):
 
     log = log_dict = _make_saver = _resume = _window_finished = _close = _leave_out
 
-
-class PlannedTrainer(MeasuredTrainer):
-    """A rank without the others, whose tensors have no values."""
-
-    _made: Valueless
+    # -- without values
 
     @override
     def _join_world(self, parameters: DeviceParameters, workers: Any) -> World:
@@ -513,9 +502,8 @@ class PlannedTrainer(MeasuredTrainer):
         world.known_numbers = self._job.numbers
         return world
 
-    @override
     @contextmanager
-    def _values(self) -> Iterator[None]:
+    def _without_values(self) -> Iterator[None]:
         try:
             with self._made.mode, sent_is_held():
                 yield
@@ -524,10 +512,6 @@ class PlannedTrainer(MeasuredTrainer):
                 "the shape of a result depends on values, which a plan does not have. Use operations whose shapes are "
                 "known, such as torch.where and masks instead of indexing by a condition."
             ).with_traceback(error.__traceback__) from None
-
-    @override
-    def _copy(self, tensor: Tensor) -> Tensor:
-        return cast(Tensor, self._made.mode.from_tensor(tensor)) if has_values(tensor) else tensor.clone()
 
     def _run_stage(self, stage: SetupStage, build: Build) -> None:
         of_user: Any = super()  # SetupMixin's, which comes after

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from torch.distributions import Distribution
 
@@ -25,7 +25,7 @@ from dream_trainer.checks import refuse
 from dream_trainer.errors import ConfigError
 from dream_trainer.planning.planned_trainer import Changes, PlanError, PlannedTrainer, RankJob, RankPlan as RankPlan
 from dream_trainer.screen import format_bytes, show
-from dream_trainer.testing.checked_runs import end, fork, write_whole
+from dream_trainer.testing.checked_runs import fork
 from dream_trainer.testing.program import Program, apart, become_rank, preload
 from dream_trainer.weights.weight_files import parse_size
 
@@ -90,6 +90,8 @@ def plan_rank(job: RankJob, first: RankPlan | None = None) -> RankPlan:
     if first is None and job.rank > 0:
         first = plan_rank(replace(job, rank=0))
     job = replace(job, numbers=None if first is None else first.numbers)
+    if sys.stderr.isatty():
+        show(f"planning rank {job.rank} of {job.world_size} ... {flags_of(job.changes)}", sys.stderr)
     with tempfile.TemporaryDirectory(prefix="dream-trainer-plan-", ignore_cleanup_errors=True) as name:
         scratch = Path(name)
         child = fork(scratch, job.rank, partial(_run, job, scratch))
@@ -108,15 +110,10 @@ def plan_rank(job: RankJob, first: RankPlan | None = None) -> RankPlan:
         raise PlanError(said or f"the process of rank {job.rank} has ended without a plan.")
 
 
-def _run(job: RankJob, scratch: Path) -> NoReturn:
+def _run(job: RankJob, scratch: Path) -> None:
     Distribution.set_default_validate_args(False)  # its checks look at values
     become_rank(job.rank, job.world_size, min(job.ranks_per_host, job.world_size))
-
-    def done(plan: RankPlan) -> NoReturn:
-        write_whole(scratch / "found", plan)
-        end(0)
-
-    job.program.run(PlannedTrainer, _done=staticmethod(done), _job=job, _scratch=str(scratch / "runs"))
+    job.program.run(PlannedTrainer, _job=job, _scratch=str(scratch))
 
 
 MOST_RANKS = 4096
@@ -166,14 +163,8 @@ def plan_ranks(job: RankJob, rank: int | None = None) -> dict[int, RankPlan]:
     refuse(rank is not None and not 0 <= rank < size, f"--rank {rank} is none of the {size} ranks.")
     preload()
     for number in dict.fromkeys([0, size - 1] if rank is None else [rank]):
-        _tell(f"rank {number} of {size}")
         plans[number] = plan_rank(replace(job, rank=number), plans.get(0))
     return plans
-
-
-def _tell(line: str) -> None:
-    if sys.stderr.isatty():
-        show(f"planning {line} ...", sys.stderr)
 
 
 def _tried(plan: MeshPlan, job: RankJob) -> Iterator[Tried]:
@@ -183,7 +174,6 @@ def _tried(plan: MeshPlan, job: RankJob) -> Iterator[Tried]:
     for kind in (*kinds, in_parts):
         last: Changes = {}  # that can be planned
         for name, changes in kind.items():
-            _tell(f"rank {job.rank} with {name}")
             found = tried(name, replace(job, changes=changes))
             yield found
             if found.fits(plan.memory):
@@ -191,7 +181,6 @@ def _tried(plan: MeshPlan, job: RankJob) -> Iterator[Tried]:
             last = last if found.plan is None else changes
         together |= {} if kind is in_parts else last
     if together:
-        _tell("all of these")
         yield tried("recomputation, shards and micro-batches together", replace(job, changes=together))
 
 
@@ -246,7 +235,6 @@ def _searched(given: RankPlan, job: RankJob, memory: int, rates: Rates) -> list[
             changes: dict[str, Any] = {f"device.{name}": value for name, value in values.items()}
             if way != given.settings["activation_checkpointing"]:
                 changes["device.activation_checkpointing"] = way
-            _tell(flags_of(changes))
             mesh = tried(axis, replace(job, rank=0, changes=changes), rates)
             if mesh.plan is None and way != WAYS[0]:
                 break
@@ -290,14 +278,6 @@ def plan(
 
     Raises:
         PlanError: The program cannot be planned, or has an error that a run would have too.
-
-    Example:
-        ```python
-        from dream_trainer.planning import plan
-
-        def test_it_fits():
-            assert plan("train.py", world=64, gpu_memory="80GiB").fits
-        ```
     """
     memory = None if gpu_memory is None else parse_size(gpu_memory)
     try:
