@@ -833,7 +833,7 @@ MUTANTS = [
     ),
     Mutant(
         "another seed resumes",
-        "dream_trainer/trainer/saved_state.py",
+        "dream_trainer/trainer/resume.py",
         "if shared[name] != value:",
         "if False:",
         "tests/trainer/test_checkpoint_mixin.py",
@@ -1159,6 +1159,13 @@ MUTANTS = [
         "        _reduce_after_backwards(modules, enabled=True)\n",
         "        return\n",
         "tests/trainer/test_pipeline_parallel.py -k 4",
+    ),
+    Mutant(
+        "gradients of weights computed apart are lost in a window whose last batch trains another model",
+        "dream_trainer/compat/fully_shard.py",
+        "        if state._is_root:  # None",
+        "        if reduces and state._is_root:  # None",
+        "tests/trainer/test_pipeline_meshes.py -k 4",
     ),
     Mutant(
         "loads of a mixture that each rank of a pipeline has whole are logged as their sum",

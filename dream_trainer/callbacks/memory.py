@@ -40,10 +40,7 @@ class Memory(LoggingCallback):
     - `alloc_retries`: how often PyTorch had to empty its cache to find room; slow, and a last warning
     - `allocated`, `reserved`: on MPS, which keeps no peaks
 
-    Once all optimizers have stepped twice, rank 0 prints the memory of parameters, gradients and optimizer state there.
-    On a CUDA device it also prints the rest of the peak: activations, gathered weights, temporaries. It waits for the
-    second step because the peak of the first one does not include optimizer state.
-
+    Once all optimizers have stepped twice, rank 0 prints how much of it parameters, gradients and optimizer state take.
     When a device runs out of memory, each rank that did writes a snapshot (see `snapshot`) before the run ends.
 
     Args:
@@ -171,10 +168,8 @@ def memory_numbers(device: torch.device) -> dict[str, float]:
 class GarbageCollection(Callback):
     """Turns automatic garbage collection off while training and collects at chosen steps, the same on all ranks.
 
-    Python collects when a process has made enough objects, so each rank pauses at a different step, and all the others
-    wait for it. On a schedule they pause together. Objects that exist when training starts, or that survive the first
-    collection (modules imported in the first steps, caches), are left out from then on (`gc.freeze`), so a collection
-    only checks objects made in training. When training ends, in any way, the collector's settings are restored.
+    Objects that exist when training starts, or that survive the first collection, are left out from then on
+    (`gc.freeze`). When training ends, in any way, the collector's settings are restored.
 
     Args:
         every_n_steps: Optimizer steps between collections of the two young generations, which are quick; the first

@@ -52,14 +52,9 @@ class _Window:
 class NonFiniteReport(Callback):
     """Writes `<run_dir>/nonfinite/step_<n>_rank_<r>.json` when a loss or a gradient is not finite, and logs once.
 
-    A loss is a result of the training step with "loss" in its name. A report contains the optimizer step, the rank, and
-    its batches (with their samples' indices in the dataset, if our loader reads it). It has the step's results, and the
-    parameters with non-finite gradients on this rank. It covers steps that `on_nonfinite="raise"` or `"skip"` left out,
-    not overflows under fp16, which a lower loss scale fixes. Windows that `"retry"` runs again are only reported if
-    they end the run.
-
-    It is found within 25 steps, at the latest when the run raises. A step costs one more reading of the gradients, and
-    no wait for the device; an overflowing gradient stands out even if clipping follows.
+    A loss is a result of the training step with "loss" in its name. A report has the step's batches and results, and
+    the parameters with non-finite gradients on this rank. It covers steps that `on_nonfinite="raise"` or `"skip"` left
+    out, not overflows under fp16. Windows that `"retry"` runs again are only reported if they end the run.
 
     Args:
         max_reports: Files that each rank writes at most.

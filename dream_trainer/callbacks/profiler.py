@@ -17,10 +17,8 @@ from dream_trainer.trainer.abstract import AbstractTrainer
 class Profiler(Callback):
     """Records some steps with `torch.profiler` and writes `<run_dir>/profiles/step_<first>_rank_<rank>.json.gz`.
 
-    Open the files in https://ui.perfetto.dev. Recording slows its steps down, and its end waits for the device; other
-    steps cost nothing. Steps are counted over the whole run, as in the loggers. A run that resumes after `first_step`
-    records nothing, and one that resumes in the warm-up has a shorter warm-up. If a stop or an exception ends the
-    recording early, the part so far is written.
+    Open the files in https://ui.perfetto.dev. Steps are counted over the whole run, as in the loggers. A run that
+    resumes after `first_step` records nothing. If a run ends or fails while it records, the part so far is written.
 
     Args:
         first_step: First step to record; far enough from the start of the process, or you only see compilation.

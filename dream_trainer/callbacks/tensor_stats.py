@@ -111,9 +111,7 @@ class GradientStats(TensorStats):
 
     Gradients are those that the optimizers got: of the whole window, over all ranks, normalised and clipped; of one
     that steps several times in a window, its last. Groups share no parameter: `gradients/model` is of those that the
-    model holds itself, outside its submodules; `depth=0` gives one value for the whole model. Values do
-    not depend on how parameters are sharded. A step that is due reads all gradients once, runs one collective and waits
-    for nothing; the others cost nothing.
+    model holds itself, outside its submodules; `depth=0` gives one value for the whole model.
 
     Args:
         every_n_steps: Optimizer steps between two looks.
@@ -182,12 +180,8 @@ class ActivationStats(LoggingCallback):
     `max` and `zeros`.
 
     They cover all elements that a module returned in the accumulation window, in all its calls, micro-batches and
-    ranks. Outputs that activation checkpointing recomputes count once. If an output is not a tensor, the first
-    floating-point tensor in it counts. A step that is due reads the outputs, runs one collective and waits for nothing;
-    in the others the modules have no hook.
-
-    A compiled module is measured from outside. Modules inside one are left out, and this logs once: a hook would not
-    run there, or would break the graph.
+    ranks. If an output is not a tensor, the first floating-point tensor in it counts. Modules inside compiled ones are
+    left out, with a warning.
 
     Args:
         every_n_steps: Optimizer steps between two measurements.

@@ -31,10 +31,8 @@ class Throughput(LoggingCallback):
     - `mfu`: model FLOP/s over the peak of the device in the precision at work, if `flops_per_sample` or
       `flops_per_token` is given and the peak is known; never on a CPU
 
-    It counts trained samples over training time, without the first steps (compilation, allocation, opening the
-    loggers), validations, and waits for checkpoints. The values of an interval carry its seconds as their weight, so a
-    logged mean is exact over any number of intervals. Nothing waits for the device: the host only runs ahead of it as
-    far as the logger's flushes allow, which evens out over intervals of `log_every_n_steps`.
+    It counts trained samples over training time, without the first steps, validations, and waits for checkpoints. The
+    values of an interval carry its seconds as their weight, so a logged mean is exact over any number of intervals.
 
     Args:
         name: First part of the metrics' names.
@@ -46,9 +44,6 @@ class Throughput(LoggingCallback):
         flops_per_token: The same for one token; 6 times the number of parameters, and attention.
         device_flops: Peak of one device in FLOP/s; None looks it up.
         clock: Seconds from any origin; tests pass their own.
-
-    Raises:
-        ConfigError: A value is invalid, or arguments contradict each other.
     """
 
     name: str = "throughput"

@@ -419,13 +419,10 @@ def averages_of(trainer: AbstractTrainer) -> list[WeightAverage]:
 class EMA(WeightAverage):
     """Keeps an exponential moving average of the weights, validates with it, and saves it with the checkpoints.
 
-    Averages cover the floating-point parameters that require gradients when setup ends. Everything else, such as
-    BatchNorm's statistics, stays the model's own, also while the averages replace the weights. Parameters narrower than
-    32 bits are averaged in float32, since steps of `1 - decay` would vanish otherwise.
-
-    The average starts from the weights that training starts from. It moves at most once per accumulation window, for
-    any number of micro-batches, optimizers or `step` calls. It only moves if the model has changed since, so a skipped
-    step does not count. Nothing waits for the device.
+    Averages cover the floating-point parameters that require gradients when setup ends, narrow ones in float32.
+    Everything else, such as BatchNorm's statistics, stays the model's own, also while averages replace the weights.
+    The average starts from the weights that training starts from, and moves at most once per accumulation window, if
+    the model has changed since.
 
     Args:
         decay: Share of the average that an update keeps; between 0 and 1.
@@ -483,12 +480,8 @@ class SWA(WeightAverage):
     """Keeps the mean of the weights after `start` steps or epochs and every `every` from there on.
 
     Until `start` the averages are the current weights, also for validations, checkpoints and exports. Everything else
-    is as for `EMA`: sharded as the weights are, saved, resumed at any world size, swapped in for
-    validations. If the model has not changed since the last average, a due update is skipped.
-
-    BatchNorm's statistics belong to the weights that trained: compute them again inside `averaged_weights` by
-    `torch.optim.swa_utils.update_bn`. The paper's constant or cyclic learning rate is the scheduler's business;
-    `SWALR` there is one.
+    is as for `EMA`. BatchNorm's statistics belong to the weights that trained: compute them again inside
+    `averaged_weights` by `torch.optim.swa_utils.update_bn`.
 
     Args:
         start: Steps or epochs completed when the first weights are taken; at least 1.

@@ -25,12 +25,9 @@ class WeightTransfer(Callback):
     """Copies the weights of `source` into `target`, or moves `target` towards them, right after optimizer steps.
 
     With `decay=0` (DQN's target network) the target becomes a copy. With more (BYOL's and MoCo's teacher)
-    `target = decay * target + (1 - decay) * source`. It happens at most once per window, and not for a skipped step,
-    which leaves the source as it was. Floating-point parameters and buffers move, integer buffers are
-    copied. Each rank moves the shards it holds; nothing is communicated, and nothing waits for the device.
-
-    The target is a model of the trainer like any other: sharded, saved and resumed as such. `requires_grad_(False)`
-    it, and give it to no optimizer.
+    `target = decay * target + (1 - decay) * source`. It happens at most once per window, and not for a skipped step.
+    Floating-point parameters and buffers move, integer buffers are copied. `requires_grad_(False)` the target, and give
+    it to no optimizer.
 
     Args:
         source: Name of the model to follow, such as "online" for `self.online`, or of a part of one, "online.encoder".

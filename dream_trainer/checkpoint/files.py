@@ -218,7 +218,7 @@ def blaming(file: Path) -> Iterator[None]:
     """Inside, every exception becomes an error that names `file`; a time-out or a closed directory is no damage."""
     try:
         yield
-    except CheckpointError:
+    except (CheckpointError, MemoryError):
         raise
     except OSError as error:
         why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"

@@ -365,6 +365,7 @@ class HostCopies:
         self._memory: dict[str, Tensor] = {}
         self._stream = torch.Stream(device) if device.type in _WITH_STREAMS else None
         self._copied: torch.Event | None = None
+        self._delays_update: torch.Event | None = None  # the same, until an update has waited for it
 
     def warm(self, tensors: Mapping[str, Tensor]) -> None:
         """Allocates memory for tensors of these shapes, so that the first save takes no longer than later ones."""
@@ -383,13 +384,14 @@ class HostCopies:
             with self._stream:
                 for name in later:
                     copies[name] = self._copy(name, tensors[name])
-                self._copied = self._stream.record_event()
+                self._copied = self._delays_update = self._stream.record_event()
         return copies
 
     def wait_before_update(self) -> None:
         """Right before parameters change in place: the device first finishes copying them. The host does not wait."""
-        if self._copied is not None:
-            torch.accelerator.current_stream(self._device).wait_event(self._copied)
+        copied, self._delays_update = self._delays_update, None
+        if copied is not None:
+            torch.accelerator.current_stream(self._device).wait_event(copied)
 
     def wait(self) -> None:
         if self._copied is not None:

@@ -464,10 +464,11 @@ def as_one_backward(modules: Sequence[FSDPModule], *, reduces: bool) -> Iterator
     yield
     if reduces:
         _reduce_after_backwards(modules, enabled=True)
-        # Schedules that compute gradients of weights apart do so behind the end of each backward.
-        for state in [module._get_fsdp_state() for module in modules]:
-            if state._is_root:  # None until its first forward
-                _end_backward(state)
+    # Either way: schedules that compute gradients of weights apart do so behind the end of each backward, and there may
+    # be no further batch in the window to find them.
+    for state in [module._get_fsdp_state() for module in modules]:
+        if state._is_root:  # None until its first forward
+            _end_backward(state)
 
 
 def _reduce_after_backwards(modules: Sequence[FSDPModule], *, enabled: bool) -> None:

@@ -351,6 +351,8 @@ class TrainingRecord(Record):
         if weight is not None:
             self.metrics.add(self._own_name(name), value, weight, reduce)
             return
+        if reduce not in REDUCTIONS:
+            raise ValueError(f"reduce={reduce!r} of metric {name!r} is not known. Use one of {', '.join(REDUCTIONS)}.")
         self.undecided.append((self._own_name(name), keep(name, value), reduce, size))
 
     def decide(self, weight: Scalar | None = None) -> None:

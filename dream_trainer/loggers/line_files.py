@@ -125,8 +125,7 @@ class JSONLLogger(Logger):
     so non-finite numbers become one of the strings `"NaN"`, `"Infinity"`, `"-Infinity"`; `read_jsonl` turns them into
     floats. Texts, tables and histograms go to `media.jsonl`: the stamp, `name`, `kind` and the fields of that kind.
 
-    When a run resumes at a step, the lines of later steps are dropped in one atomic replacement, since they will come
-    again. A run that starts from scratch keeps an existing file as `metrics.1.jsonl` (2, 3, ...).
+    When a run resumes at a step, the lines of later steps are dropped, since they will come again.
     """
 
     _lines: LineFile | None = None
@@ -171,9 +170,7 @@ class CSVLogger(Logger):
     """Appends to `metrics.csv` in the run directory: `step`, `epoch`, `samples`, `time`, then a column for each metric.
 
     A cell is empty where a line has no such metric; NaN and infinities are `nan`, `inf`, `-inf`. A metric that comes
-    later adds a column: the file is replaced whole, once, so it is valid at any moment.
-
-    Resumes as JSONLLogger does: rows of later steps are dropped; a run from nothing keeps an earlier file.
+    later adds a column: the file is replaced whole, once, so it is valid at any moment. Resumes as JSONLLogger does.
     """
 
     _path: Path | None = None
@@ -223,10 +220,7 @@ def _read_csv(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
 class ImageFilesLogger(Logger):
     """Writes `media/<name>/step_00000010.png` in the run directory; of several images `step_00000010_0.png` and so on.
 
-    A caption is in its file as the PNG text `Description`. Videos are GIF files. Numbers are not its business.
-
-    When a run resumes at a step, files of later steps are removed, since they will come again. A run that starts from
-    nothing where there is a directory keeps that as `media.1` (2, 3, ...).
+    A caption is in its file as the PNG text `Description`. Videos are GIF files. Resumes as JSONLLogger does.
     """
 
     requires: ClassVar[tuple[str, ...]] = ("PIL",)

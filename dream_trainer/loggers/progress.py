@@ -92,12 +92,9 @@ class Pace:
 class Progress(Callback):
     """Shows epoch, step, chosen metrics, rates and the time left, on rank 0; validations, saves and resumes, too.
 
-    If training waits for data for a tenth of its time or more, the share is shown.
-
     In a terminal it is a live bar, in a notebook an output that is replaced in place. Pipes, files and CI logs get
-    plain lines without control codes. Metrics appear when LoggerMixin flushes them: this callback never waits for the
-    device. A step only costs it a look at the clock. The logger "console" is such a bar in a terminal or a notebook;
-    your own Progress replaces it there.
+    plain lines without control codes. Metrics appear when LoggerMixin flushes them. The logger "console" is such a bar
+    in a terminal or a notebook; your own Progress replaces it there.
 
     Args:
         metrics: Names of metrics to show, as the loggers know them; those that were not logged are left out.

@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 class TensorBoardLogger(Logger):
     """Writes event files to `tensorboard/` in the run directory: `tensorboard --logdir runs`.
 
-    All metrics of a line are one event, and each event is passed to the operating system when it is logged. When a run
-    resumes at a step, events of later steps are dropped from the earlier files, and a new file makes a TensorBoard that
-    has read them forget them. A new run keeps an existing directory as `tensorboard.1` (2, 3, ...). Tables
-    are shown as text.
+    When a run resumes at a step, events of later steps are dropped from the earlier files, and a new file makes a
+    TensorBoard that has read them forget them. Tables are shown as text.
     """
 
     requires: ClassVar[tuple[str, ...]] = ("tensorboard", "google_crc32c")

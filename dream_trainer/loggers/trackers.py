@@ -129,20 +129,10 @@ class _JournalLogger(Logger):
 class WandbLogger(_JournalLogger):
     """Logs to Weights & Biases, by optimizer steps: each row has its step as "trainer/global_step", W&B's x-axis.
 
-    Your own `wandb.log(...)` goes to the same run, from the first step of training on and on rank 0, unless you have
-    called `wandb.init` yourself. Your rows stay separate. As long as there are none, W&B's step is the optimizer step.
-
     Every checkpoint keeps the run's id, so that a restart continues the same run. W&B cannot continue exactly by
-    itself, so the lines are also in `wandb/lines.jsonl` in the run directory:
-
-    - Online, it refuses steps before its last. Steps that it already has are skipped; steps before the checkpoint
-      that a kill kept from it are sent again.
-    - Offline, it cannot add to an earlier file. So the newest `wandb/offline-run-*` (also `wandb/latest-run`) has the
-      whole curve from the first step, and is the only one to give to `wandb sync`. Media logged before the restart are
-      in the earlier ones.
-
-    Args:
-        parameters: How W&B shows the run.
+    itself, so the lines are also in `wandb/lines.jsonl` in the run directory. Online, steps that it has are skipped,
+    and those before the checkpoint that a kill kept from it are sent again. Offline, the newest `wandb/offline-run-*`
+    has the whole curve.
 
     Attributes:
         run: The W&B run, from the first line to `close`; for features that only W&B has, such as artifacts.
@@ -222,12 +212,8 @@ class TrackioLogger(_JournalLogger):
     """Logs to Trackio; its own step is the optimizer step.
 
     Trackio's own thread writes every half second, so a kill may take the last lines with it. They are in
-    `trackio/lines.jsonl` in the run directory, too: a resumed run sends those before its checkpoint that are not in the
-    store, and passes over what is. That is for the store on this machine. A Space cannot be asked, so what came after
-    the checkpoint is sent again.
-
-    Args:
-        parameters: How Trackio shows the run.
+    `trackio/lines.jsonl` in the run directory, too: a resumed run sends those before its checkpoint that the store on
+    this machine does not have.
 
     Attributes:
         run: The Trackio run, from the first line to `close`.
@@ -276,14 +262,9 @@ class TrackioLogger(_JournalLogger):
 class MLflowLogger(Logger):
     """Logs to MLflow; its own step is the optimizer step.
 
-    Every checkpoint keeps the run's id, so that a restart continues the same run. MLflow cannot forget, so values of
-    steps that it already has are skipped. Every line is in the store when `log` returns. The store is MLflow's default
-    unless `tracking_uri` sets another; a store that does not know the run gets a new one.
-
-    Characters that MLflow does not allow in a metric's name become `_`. Infinities become its largest finite numbers.
-
-    Args:
-        parameters: Where the run is, and how MLflow shows it.
+    Every checkpoint keeps the run's id, so that a restart continues the same run; a store that does not know it gets a
+    new one. MLflow cannot forget, so values of steps that it already has are skipped. Characters that it does not allow
+    in a metric's name become `_`. Infinities become its largest finite numbers.
 
     Attributes:
         run_id: Id of the MLflow run; None before the first line.
@@ -325,10 +306,10 @@ class MLflowLogger(Logger):
                 run_name=_run_name(self._parameters.name, config),
                 tags={"group": config["group"], **self._parameters.tags},
             )
-            self.run_id = run.info.run_id
             params = [Param(_legal(key)[:_NAME], str(value)[:_VALUE]) for key, value in leaves(config)]
             for first in range(0, len(params), _PARAMS):
                 client.log_batch(run.info.run_id, params=params[first : first + _PARAMS], synchronous=True)
+            self.run_id = run.info.run_id
         self._run = client, self.run_id
         client.log_dict(self.run_id, config, "config.json")
 

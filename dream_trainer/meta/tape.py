@@ -503,6 +503,8 @@ class Recorder(TorchFunctionMode):
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """Replaces a user's generator by a clone, and advances it as the call would have."""
+        if any(isinstance(value, torch.Generator) for value in args):
+            raise InitError(f"torch.{name_of(func)} got a generator by position. Pass it as `generator=`.")
         generator = kwargs.get("generator")
         if generator is None:
             return kwargs

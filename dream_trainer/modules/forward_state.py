@@ -44,7 +44,7 @@ def noted(modules: Iterable[nn.Module]) -> tuple[list[tuple[Any, Any]], list[tup
     for index, module in enumerate(modules):
         own = module._buffers if isinstance(module._buffers, dict) else None  # as of a torch.jit.ScriptModule
         buffers: Any = dict(module.named_buffers(recurse=False)) if own is None else own
-        for attributes in filter(None, (vars(module), buffers)):
+        for attributes in (vars(module), buffers):
             content = content_of(attributes)
             contents.append((attributes, content))
             for name, value in content.items():

@@ -5,9 +5,10 @@ Their own exchange hangs, or ends the process, if ranks have updated a metric un
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,32 @@ def updates(metric: Any) -> int:
     of_running = sum(part._num_vals_seen for part in of_parts if isinstance(part, wrappers.Running))
     own = (part.update_count for part in of_parts if not isinstance(part, wrappers.abstract.WrapperMetric))
     return int(sum(own, of_running))
+
+
+def copied(tree: Any, metrics: Iterable[Any]) -> Any:
+    """A deep copy of `tree`, which contains `metrics` or their states; process groups are shared, as they must be."""
+    groups = (part.process_group for metric in metrics for part in parts(metric))
+    return copy.deepcopy(tree, {id(group): group for group in groups if group is not None})
+
+
+class MetricStates:
+    """The present states of metrics and collections, to be restored into the same objects."""
+
+    def __init__(self, metrics: Sequence[Any]) -> None:
+        self._metrics = metrics
+        self._owners = [module for metric in metrics for module in metric.modules() if is_metric(module)]
+        self._states = copied([_attributes(module) for module in self._owners], metrics)
+
+    def put_back(self) -> None:
+        for module, attributes in zip(self._owners, copied(self._states, self._metrics), strict=True):
+            vars(module).update(attributes)
+
+
+def _attributes(module: Any) -> dict[str, Any]:
+    """All but modules within it, and but `update` and `compute`, which torchmetrics binds to each object."""
+    of_object = dict(module.__getstate__() or {})
+    of_object.pop("_modules", None)
+    return of_object
 
 
 def computed(name: str, metric: Any, world: Ranks) -> dict[str, Any]:

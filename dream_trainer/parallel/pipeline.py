@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dream_trainer.compat.fully_shard import as_one_backward, with_dtype
 from dream_trainer.compat.pipelining import ScheduledStage, as_tuple, new_schedule, refresh_copy
-from dream_trainer.compat.pytorch import is_dtensor, shard_dim, write_count
+from dream_trainer.compat.pytorch import is_dtensor, write_count
 from dream_trainer.distributed.ranks import refuse_differences
 from dream_trainer.distributed.seeds import numbers_of_place, preserved_random_state
 from dream_trainer.distributed.world import World
-from dream_trainer.errors import DataError, HookError, StepError
+from dream_trainer.errors import ConfigError, DataError, HookError, StepError
 from dream_trainer.modules.class_change import Changed, change_class
 from dream_trainer.modules.forward_state import ForwardState
 from dream_trainer.nested import concatenated, leaves, map_tensors
@@ -250,8 +250,14 @@ class Pipeline:
             )
             for number, like in seen.items()
         ]
-        with self.aside():
-            return new_schedule(self.schedule, stages, self.microbatches)
+        try:
+            with self.aside():
+                return new_schedule(self.schedule, stages, self.microbatches)
+        except ValueError as error:
+            raise ConfigError(
+                f"schedule={self.schedule!r} cannot run microbatches={self.microbatches} through {len(self.ranks)} "
+                f"stages on {max(self.ranks) + 1} ranks: {error}"
+            ) from error
 
     # -- without gradients
 
@@ -446,10 +452,12 @@ def layout_of(tensor: Tensor) -> int:
     if not is_dtensor(tensor):
         return PLAIN
     (placement,) = tensor.placements
-    if placement.is_partial():
-        raise HookError(
-            f"a stage gave a DTensor with the placement {placement}, which is still to be summed over the ranks of a "
-            "layer. Have the plan of tensor parallelism reduce it: output_layouts=Replicate() or Shard(dim)."
-        )
-    dim = shard_dim(placement)
-    return WHOLE if dim is None else dim
+    if placement.is_replicate():
+        return WHOLE
+    for dim in range(tensor.ndim):
+        if placement.is_shard(dim):
+            return dim
+    raise HookError(
+        f"a stage gave a DTensor with the placement {placement}, which is still to be summed over the ranks of a "
+        "layer. Have the plan of tensor parallelism reduce it: output_layouts=Replicate() or Shard(dim)."
+    )

@@ -284,6 +284,8 @@ class StoreStream(io.RawIOBase):
 
     def readinto(self, buffer: Any, /) -> int:
         asked = min(len(buffer), _PARTS_AT_ONCE * _PART, self._stop - self._position)
+        if asked <= 0:
+            return 0
         end = self._position + asked
         parts = self._place.read_ranges(list(pairwise([*range(self._position, end, _PART), end])))
         content = b"".join(parts)

@@ -40,6 +40,7 @@ from dream_trainer.errors import ConfigError, DataError, HookError, StepError
 from dream_trainer.events.collection import BaseCallback
 from dream_trainer.events.sanity_checks import SanityChecks
 from dream_trainer.modules.forward_state import ForwardState
+from dream_trainer.modules.metrics import MetricStates
 from dream_trainer.modules.precision import deterministic, float32_products
 from dream_trainer.nested import detach
 from dream_trainer.screen import show
@@ -210,6 +211,11 @@ class BaseTrainer(AbstractTrainer):
         """
         if not self._runtime.session.is_ready:
             raise StepError("step() was called outside of training. Call it in training_step, under fit().")
+        if isinstance(model, Optimizer) or not isinstance(optimizer, Optimizer | list | tuple):
+            raise StepError(
+                f"step() was called with ({type(model).__name__}, {type(optimizer).__name__}). Call "
+                "self.step(model, optimizer), or with a list of optimizers."
+            )
         optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
         if not self._runtime.accumulation.is_last:
             self._runtime.accumulation.wait_for_last(optimizers)
@@ -319,17 +325,18 @@ class BaseTrainer(AbstractTrainer):
         runtime, progress, state = self._runtime, self._runtime.progress, self._runtime.window
         self._window_started()
         state.first_batch_idx, batches_before = progress.batch_idx, state.local_batches
-        moved: ForwardState | None = None  # by forwards: otherwise the window would count twice
+        moved: list[ForwardState | MetricStates] = []  # by forwards: otherwise the window would count twice
         if self.config.training_parameters.on_nonfinite == "retry":
-            moved = ForwardState([*runtime.registry.models().values(), *runtime.registry.metrics().values()])
+            models, metrics = runtime.registry.models().values(), runtime.registry.metrics().values()
+            moved = [ForwardState(models), MetricStates(list(metrics))]
         while True:
             try:
                 with runtime.parallel.whole(stays_fresh=True) if runtime.parallel.changes_in_steps else nullcontext():
                     return self._run_batches(window)
             except RetryWindow:
                 progress.batch_idx, state.local_batches = state.first_batch_idx, batches_before
-                if moved is not None:
-                    moved.put_back()
+                for one in moved:
+                    one.put_back()
                 if runtime.log is not None:
                     runtime.log.training.window_dropped()
                 runtime.parallel.drop_gradients()

@@ -18,7 +18,8 @@ from dream_trainer.data.stream import ValidationBatches
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_device
 from dream_trainer.errors import DataError, HookError
 from dream_trainer.loggers.buffer import NoRecord, Record
-from dream_trainer.modules.forward_state import ForwardState, in_evaluation
+from dream_trainer.modules.forward_state import in_evaluation
+from dream_trainer.modules.metrics import MetricStates
 from dream_trainer.modules.precision import float32_products
 from dream_trainer.trainer.event_table import notify
 from dream_trainer.trainer.rank_differences import agreed_metrics, warn_of_different_buffers
@@ -105,9 +106,12 @@ def _run_loader(
             # runs the step only for its collectives: what it logs and counts is thrown away, and metrics are put back
             runtime.state.is_padding_batch = True
             aside = Record(prefix=record.prefix, needs_weight=record.needs_weight)
-            metrics = runtime.registry.metrics(also_private=True)
-            with runtime.records.inside(aside), ForwardState(metrics.values()):
-                runtime.window.validation_step(moved, batch_idx)
+            states = MetricStates(list(runtime.registry.metrics(also_private=True).values()))
+            try:
+                with runtime.records.inside(aside):
+                    runtime.window.validation_step(moved, batch_idx)
+            finally:
+                states.put_back()
             runtime.state.is_padding_batch = False  # as at the end of a validation, however that ends
             continue
         dealt = source.samples_in(batch_idx) if count.own is None else None

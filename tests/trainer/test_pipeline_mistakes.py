@@ -186,7 +186,7 @@ MISTAKES = {
     "elsewhere": "Under pipeline_parallel each rank only has the layers of its stages, and None instead of others.",
     "groups": "one parameter with copies in several stages, and embedding.weight is in group 0 of optim",
     "of nothing": "Choose an optimizer's parameters by their names, and give them to it as a group, which may be empty",
-    "microbatches": "schedule='1F1B' cannot run microbatches=1 through 2 stages on 2 ranks",
+    "microbatches": "microbatches=1 is less than pipeline_parallel=2",
     "unfrozen": "the outputs of stage 0 of self.model need gradients, and did not in the first batch of this shape",
 }
 

@@ -263,7 +263,7 @@ class OptimizerStep:
             parameter = plan.sharded[place]
             if parameter.grad is not None and id(parameter) not in self._local_gradients.zeros:
                 raise StepError(
-                    f"{self._registry.parameter_names()[id(parameter)]} has a gradient of code that took its shard "
+                    f"{self._name_of(parameter)} has a gradient of code that took its shard "
                     "(to_local, redistribute), no part of the whole gradient. Compute with the parameter itself."
                 )
             parameter.grad = None
@@ -271,12 +271,15 @@ class OptimizerStep:
             parameter = plan.sharded[place]
             if id(self._local_gradients.sharded[id(parameter)]) not in self._local_gradients.ran:
                 raise StepError(
-                    f"other ranks ran the block of {self._registry.parameter_names()[id(parameter)]} in this window, "
+                    f"other ranks ran the block of {self._name_of(parameter)} in this window, "
                     f"and rank {self._world.rank} did not. Blocks are gathered from all ranks: run each on every rank "
                     "(times 0 if unwanted), choose by a seed that all ranks share, or keep the model whole "
                     "(dp_shard=1)."
                 )
         return norm, total
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        return self._registry.parameter_names().get(id(parameter), "a parameter")
 
     def _norm_of_changed(self, plan: StepPlan, grads: list[list[Tensor]]) -> Tensor:
         """The norm, computed again; one for all ranks, even if a listener on one of them changed its gradients."""
