@@ -64,7 +64,7 @@ _NAMES = {
     "dream_trainer.data.loader_groups": "turns",
     "dream_trainer.data.mixture": "Mixture BLOCK IndexPermutation Stage weights_by_position",
     "dream_trainer.data.sampler": (
-        "ENDLESS OrderedDataset BatchKey KeyedDataset RankBatchSampler Sharding draws_nothing epoch_order sample_seed"
+        "ENDLESS OrderedDataset KeyedDataset RankBatchSampler Sharding draws_nothing epoch_order sample_seed"
     ),
     "dream_trainer.data.packing.attention_mask": "PackedSegments handlers packed_attention packed_attention_mask",
     "dream_trainer.data.packing.packed_rows": ("PADDING PackedRows PaddedRows Row pack_best_fit pack_concatenated"),

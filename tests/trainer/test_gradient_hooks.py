@@ -1,6 +1,7 @@
 """Hooks on the gradients of parameters act as if gradients were changed between backward and step, or are refused."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+import dream_trainer as dt
 from tests.trainer.arithmetic import same_bits
 from tests.trainer.meshes import Case, Trained, config_of
 from tests.trainer.small import errors_of
@@ -69,7 +71,8 @@ def train(items: list[tuple[str, Case]]) -> list[tuple[dict[str, Tensor], list[f
     results = []
     for way, case in items:
         Scaled.way = way
-        with Scaled(config_of(case)) as trainer:
+        config = replace(config_of(case), fsdp_parameters=dt.FSDPParameters())  # models whole in steps keep hooks
+        with Scaled(config) as trainer:
             trainer.fit()
             results.append((weights_of(trainer), trainer.norms))
     return results

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import dream_trainer as dt
 from dream_trainer.events import sanity_checks
-from tests.api import BatchKey, DataError, DistributedDataLoader, HookError, RankBatchSampler, StepError, WindowFeed
+from tests.api import DataError, DistributedDataLoader, HookError, RankBatchSampler, StepError, WindowFeed
 from tests.programs import run_programs
 from tests.trainer import small
 from tests.trainer.small import Alone, Samples, assert_same_weights, batches, by_hand, fit, make_config, weights
@@ -81,9 +81,9 @@ def test_a_run_that_never_steps_is_an_error_in_the_end(monkeypatch: pytest.Monke
 
 @pytest.mark.pitfall(85)
 def test_an_order_that_yields_too_little_is_an_error() -> None:
-    whole = RankBatchSampler._batches
+    whole = RankBatchSampler.indices
 
-    def short(self: RankBatchSampler, epoch: int, first: int, end: int) -> Iterator[BatchKey]:
+    def short(self: RankBatchSampler, epoch: int, first: int, end: int) -> Iterator[list[int]]:
         return iter(list(whole(self, epoch, first, end))[:-1])
 
     taken = iter(range(100))  # an endless run takes more windows
@@ -94,7 +94,7 @@ def test_an_order_that_yields_too_little_is_an_error() -> None:
         return take(self)
 
     with (
-        mock.patch.object(RankBatchSampler, "_batches", short),
+        mock.patch.object(RankBatchSampler, "indices", short),
         mock.patch.object(WindowFeed, "take", counted),
         pytest.raises(DataError, match="ended in a window, with 0 of 1 batches"),
     ):
@@ -234,7 +234,7 @@ def test_a_chosen_batch_size_that_the_loader_does_not_have_is_said(caplog: pytes
             for data in ([], DataLoader(Samples(0), batch_size=2), DataLoader(Samples(1), 2, drop_last=True))
         ),
         (Counting(0), "yielded no batch"),
-        (None, "None for the training loader"),
+        (None, "NoneType is no iterable of batches"),
     ],
 )
 def test_training_data_without_a_batch_is_an_error_that_says_what_to_look_at(data: Any, told: str) -> None:
