@@ -31,7 +31,7 @@ def state() -> dict[str, Any]:
         "level": logging.getLogger("dream_trainer").level,
         "filters": len(warnings.filters),
         "path": list(sys.path),
-        "launches": world._Launches.count,
+        "launches": world._launches.count,
         "seen": list(seen),
     }
 
@@ -46,7 +46,7 @@ def changes_what_can_be_put_back() -> tuple[int, dict[str, Any]]:
     logging.getLogger("dream_trainer").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     sys.path.append("/left")
-    world._Launches.count += 1
+    world._launches.count += 1
     seen.append(random.randrange(9))
     return os.getpid(), before
 

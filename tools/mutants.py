@@ -175,8 +175,8 @@ MUTANTS = [
     Mutant(
         "a window that runs again leaves metrics as the first run did",
         "dream_trainer/trainer/base.py",
-        "*runtime.registry.models().values(), *runtime.registry.metrics().values()",
-        "*runtime.registry.models().values()",
+        "            moved = [ForwardState(models), MetricStates(list(metrics))]\n",
+        "            moved = [ForwardState(models)]\n",
         "tests/trainer/test_nonfinite.py -k counts_once",
     ),
     Mutant(
@@ -743,7 +743,7 @@ MUTANTS = [
     Mutant(
         "a signal to the job ends a worker that was just forked",
         "dream_trainer/distributed/signals.py",
-        "if number in TERMINATING and _Forked.is_worker:",
+        "if number in TERMINATING and _forked.is_worker:",
         "if False:",
         "tests/data/test_worker_start.py",
     ),
@@ -890,8 +890,8 @@ MUTANTS = [
     Mutant(
         "padding batches counted by metrics",
         "dream_trainer/trainer/validation.py",
-        "ForwardState(metrics.values())",
-        "ForwardState(())",
+        "                states.put_back()\n",
+        "                pass\n",
         "tests/trainer/test_evaluation.py",
     ),
     Mutant(
@@ -1128,8 +1128,8 @@ MUTANTS = [
     Mutant(
         "stages whose ranks share sequences are warned of the numbers of their micro-batches",
         "dream_trainer/parallel/pipeline.py",
-        "        with self.aside():\n            return new_schedule(",
-        "        if True:\n            return new_schedule(",
+        "            with self.aside():\n                return new_schedule(",
+        "            if True:\n                return new_schedule(",
         "tests/trainer/test_pipeline_meshes.py -k 4",
     ),
     Mutant(
@@ -1925,9 +1925,16 @@ MUTANTS = [
         "tests/weights/test_first_values.py -k magnitudes",
     ),
     Mutant(
+        "metrics are copied with their process groups",
+        "dream_trainer/modules/metrics.py",
+        "{id(group): group for group in groups if group is not None}",
+        "{}",
+        "tests/trainer/test_whole_trainers.py",
+    ),
+    Mutant(
         "a window that runs again counts twice in metrics",
         "dream_trainer/trainer/base.py",
-        "                    moved.put_back()\n",
+        "                    one.put_back()\n",
         "                    pass\n",
         "tests/trainer/test_nonfinite.py -k counts_once",
     ),

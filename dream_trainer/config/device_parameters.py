@@ -105,22 +105,13 @@ class DeviceParameters:
 
     @classmethod
     def fsdp(cls, **fields: Any) -> Self:
-        """One copy of the model, sharded over all ranks (FSDPMixin). `dp_replicate=1, dp_shard="auto"`, and `fields`.
-
-        Example:
-            `DeviceParameters.fsdp(precision="bf16", compile=True)`
-        """
+        """One copy of the model, sharded over all ranks (FSDPMixin). `dp_replicate=1, dp_shard="auto"` and `fields`."""
         return cls(dp_replicate=1, dp_shard="auto", **fields)
 
     @classmethod
     def hsdp(cls, dp_shard: int = 8, **fields: Any) -> Self:
-        """Groups of ranks share a copy of the model each (FSDPMixin); gradients are averaged between the groups.
-
-        Args:
-            dp_shard: Ranks of a group; it must divide the number of data-parallel ranks. 8 is the number of GPUs in a
-                common host.
-            **fields: Further fields of DeviceParameters.
-        """
+        """Groups of `dp_shard` ranks, such as the GPUs of a host, share a copy of the model each (FSDPMixin).
+        `dp_replicate="auto"`, and `fields`."""
         return cls(dp_replicate="auto", dp_shard=dp_shard, **fields)
 
 

@@ -44,18 +44,21 @@ class _Job:
     has_told = False  # why this rank stops
 
 
+_job = _Job()
+
+
 def store_for_group(number: int, rank: int, world_size: int, timeout: timedelta) -> Store:
     """The store for this process's `number`-th group, under its own prefix; connects on the first call."""
-    if _Job.store is None:
-        _Job.store, agent_hosts = _connect(rank, world_size, timeout)
-        _Job.attempt = _agree_on_attempt(_Job.store, rank, world_size, timeout) if agent_hosts else "dream_trainer"
-    return PrefixStore(f"{_Job.attempt}/{number}", _Job.store)
+    if _job.store is None:
+        _job.store, agent_hosts = _connect(rank, world_size, timeout)
+        _job.attempt = _agree_on_attempt(_job.store, rank, world_size, timeout) if agent_hosts else "dream_trainer"
+    return PrefixStore(f"{_job.attempt}/{number}", _job.store)
 
 
 def job_store(*, for_thread: bool = False) -> Store | None:
     """The keys of this attempt; None where no process group was made here. A connection serves one thread at a time."""
-    store = _Job.store
-    return None if store is None else PrefixStore(_Job.attempt, connect_again(store) if for_thread else store)
+    store = _job.store
+    return None if store is None else PrefixStore(_job.attempt, connect_again(store) if for_thread else store)
 
 
 def all_arrive(where: str, n_ranks: int, timeout_seconds: float, *, times: int = 1, waits_for: str = "") -> bool:
@@ -148,7 +151,7 @@ def leave_lost_job() -> None:
     except RuntimeError:
         why = "because the process that hosted the job's store is gone"
     with contextlib.suppress(RuntimeError):  # this rank was writing a line itself
-        if not _Job.has_told:
+        if not _job.has_told:
             sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] stops {why}.\n")
         sys.stderr.flush()
         sys.stdout.flush()
@@ -209,7 +212,7 @@ def tell_failure(exc: BaseException, report: str, *, rank: int, first: int) -> N
     else:
         because = f" (here: {reason})" if not is_lost_connection(exc) else ""
         sys.stderr.write(f"[rank {rank}] stops because of rank {first}{because}.\n")
-    _Job.has_told = True
+    _job.has_told = True
     sys.stderr.flush()
     sys.stdout.flush()
 

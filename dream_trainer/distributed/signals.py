@@ -41,16 +41,17 @@ class _Forked:
     is_relaying = False  # and would write the signals that it gets into this process's pipe
 
 
-os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1) if _Forked.is_relaying else None)
+_forked = _Forked()
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1) if _forked.is_relaying else None)
 
 
 @contextmanager
 def starting_workers() -> Iterator[None]:
-    _Forked.is_worker = True
+    _forked.is_worker = True
     try:
         yield
     finally:
-        _Forked.is_worker = False
+        _forked.is_worker = False
 
 
 def outlive_job(*_: object) -> None:
@@ -143,7 +144,7 @@ class Signals:
         if os.getpid() != self._pid:
             # A forked child that kept the handler. SIGTERM is how its parent ends it (`Process.terminate`, `Pool`);
             # the others come to the whole process group, and a loader's worker outlives them.
-            if number in TERMINATING and _Forked.is_worker:
+            if number in TERMINATING and _forked.is_worker:
                 outlive_job()
             elif number in TERMINATING:
                 signal.signal(number, self._before[number] or signal.SIG_DFL)
@@ -204,14 +205,14 @@ def relayed(signals: Signals, store: Store | None) -> Iterator[None]:
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    before, _Forked.is_relaying = signal.set_wakeup_fd(writer, warn_on_full_buffer=False), True
+    before, _forked.is_relaying = signal.set_wakeup_fd(writer, warn_on_full_buffer=False), True
     thread = threading.Thread(target=_relay, args=(signals, store, reader), name="signal relay", daemon=True)
     thread.start()
     try:
         yield
     finally:
         signal.set_wakeup_fd(before)
-        _Forked.is_relaying = False
+        _forked.is_relaying = False
         os.write(writer, bytes([_CLOSE]))
         thread.join(JOIN_SECONDS)  # it may be held by a store whose host is gone
         os.close(reader)

@@ -61,6 +61,9 @@ class _Launches:
     heartbeat: Heartbeat | None = None  # of several hosts
 
 
+_launches = _Launches()
+
+
 def environment_ranks() -> tuple[int, int, int]:
     """(rank, local rank, world size) as torchrun sets them; (0, 0, 1) in a plain process."""
     rank = int(os.environ.get("RANK", "0"))
@@ -107,7 +110,7 @@ class World(Ranks):
     ) -> None:
         """Joins the process group and lays the mesh; "auto" gives the ranks to dp_shard if `shard_by_default`."""
         rank, self.local_rank, world_size = environment_ranks()
-        place = place_among_hosts(_Launches.count)
+        place = place_among_hosts(_launches.count)
         self._ranks_per_host = world_size if place is None else len(place.ranks)
         self.workers = (1 if place is None else place.n_hosts) if workers == "hosts" else workers
         of_worker = ranks_per_worker(world_size, self.workers)
@@ -144,7 +147,7 @@ class World(Ranks):
         self.dp_rank = self.rank // self.sample_copies % self.dp_size
         self.data_size = self.dp_size * cp
         self.data_rank = self.rank // self.data_copies % self.data_size
-        self._number = _Launches.count
+        self._number = _launches.count
         self._meetings: Counter[str] = Counter()
         self._open = True
 
@@ -223,11 +226,11 @@ class World(Ranks):
 
     def _join(self) -> None:
         timeout = timedelta(seconds=self._parameters.start_timeout_seconds)
-        _Launches.count += 1
+        _launches.count += 1
         if not dist.is_initialized():
             self._make_default_group(timeout)
-            _Launches.own_group = True
-        _Launches.are_open += 1
+            _launches.own_group = True
+        _launches.are_open += 1
         self.cpu_group = self._make_cpu_group(timeout)
         sizes = {name: size for name, size in vars(self._parameters).items() if type(size) is int}
         mesh = {**self.mesh_shape._asdict(), **sizes}  # laid in two ways, it would hang
@@ -242,8 +245,8 @@ class World(Ranks):
         backend, kind = "gloo", self.device.type
         if kind != "cpu":
             backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
-        store = store_for_group(_Launches.count, self.rank, self.world_size, timeout)
-        job, place = job_store(), place_among_hosts(_Launches.count)
+        store = store_for_group(_launches.count, self.rank, self.world_size, timeout)
+        job, place = job_store(), place_among_hosts(_launches.count)
         assert job is not None  # there since `store_for_group`
         announce(job, self.rank)
         if place is not None:
@@ -252,7 +255,7 @@ class World(Ranks):
             if limit is not None and own is not None:
                 from dream_trainer.distributed.heartbeat import Heartbeat
 
-                _Launches.heartbeat = Heartbeat(own, job, place, limit_seconds=limit).start()
+                _launches.heartbeat = Heartbeat(own, job, place, limit_seconds=limit).start()
         device = self.device if kind == "cuda" else None
         dist.init_process_group(
             backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout, device_id=device
@@ -263,8 +266,8 @@ class World(Ranks):
 
     def tell_where(self, where: Callable[[], str]) -> None:
         """Adds the position of training to the message about a lost host; `where` is called from a thread."""
-        if _Launches.heartbeat is not None:
-            _Launches.heartbeat.where, _Launches.heartbeat.is_training = where, False
+        if _launches.heartbeat is not None:
+            _launches.heartbeat.where, _launches.heartbeat.is_training = where, False
 
     def __repr__(self) -> str:
         mesh = ", ".join(f"{name}={size}" for name, size in self.mesh_shape._asdict().items())
@@ -273,8 +276,8 @@ class World(Ranks):
     def first_step_is_done(self) -> None:
         """Shortens the groups' time-outs: compiling and loading are over, so a late rank is a lost rank."""
         self._set_time_outs(self._parameters.step_timeout_seconds)
-        if _Launches.heartbeat is not None:
-            _Launches.heartbeat.is_training = True
+        if _launches.heartbeat is not None:
+            _launches.heartbeat.is_training = True
 
     def _set_time_outs(self, seconds: float) -> None:
         """How long collectives may take from now on, in every group; those of a mesh are made with torch's default."""
@@ -360,22 +363,22 @@ class World(Ranks):
         self._open = False
         if self.world_size == 1:
             return
-        _Launches.are_open -= 1
-        if _Launches.are_open == 0 and _Launches.own_group and dist.is_initialized():
+        _launches.are_open -= 1
+        if _launches.are_open == 0 and _launches.own_group and dist.is_initialized():
             seconds = self._time_out.total_seconds() if timeout_seconds is None else timeout_seconds
             said = (
                 "this rank closes its trainer and waits for other ranks, which have not. If it is the only one to do "
                 "so (`if trainer.is_main: trainer.close()`), have every rank close."
             )
-            have_all = all_arrive(f"{_Launches.count}/leaving", self.world_size, seconds, waits_for=said)
+            have_all = all_arrive(f"{_launches.count}/leaving", self.world_size, seconds, waits_for=said)
             if not have_all and timeout_seconds is not None:
                 raise RuntimeError(said)
             dist.barrier(group=self.cpu_group)
-            if _Launches.heartbeat is not None:
-                _Launches.heartbeat.close()
-                _Launches.heartbeat = None
+            if _launches.heartbeat is not None:
+                _launches.heartbeat.close()
+                _launches.heartbeat = None
             dist.destroy_process_group()
-            _Launches.own_group = False
+            _launches.own_group = False
             self.cpu_group = self.data_group = self.step_group = self.across_workers = None
             self.mesh = self.parameter_mesh = None
             forget_meshes()

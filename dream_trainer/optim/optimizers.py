@@ -291,9 +291,6 @@ class OptimizerParameters:
 
     A hyperparameter at None has PyTorch's own default for that optimizer. A hyperparameter that the named optimizer
     does not take raises an error.
-
-    Raises:
-        ConfigError: A value is invalid, or the named optimizer does not take it.
     """
 
     name: OptimizerName = "adamw"

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from dream_trainer.data import DistributedDataLoader, JsonLines
-from dream_trainer.data.sample_count import IGNORED
 from dream_trainer.optim import OptimizerParameters
 from dream_trainer.recipes.fine_tuning import SupervisedFineTuning, SupervisedFineTuningConfig
 from dream_trainer.weights.load import load_weights
+
+IGNORED = -100  # the label of a token that predicts nothing
 
 
 @dataclass(kw_only=True)
