@@ -55,7 +55,7 @@ class Bench:
         run_dir.mkdir()
         run = StorePath(f"s3://{BUCKET}/run")
         self._remote = run / "checkpoints"
-        self._sender = RemoteRun(run, run_dir, CheckpointParameters(), Ranks.alone(), lambda: None)
+        self._sender = RemoteRun(self._remote, CheckpointParameters(), Ranks.alone(), run_dir, lambda: None)
         self._sender.begin(self._stage)
         self._step = 0
         self._shard = directory / "shard"
