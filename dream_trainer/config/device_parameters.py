@@ -23,8 +23,7 @@ _SETTINGS = {"pp": "pipeline_parallel", "cp": "context_parallel", "tp": "tensor_
 class DeviceParameters:
     """Device and parallelism of a run. The default fits one process and any `torchrun`.
 
-    `single_device()`, `ddp()`, `fsdp()` and `hsdp()` set `dp_replicate` and `dp_shard` and leave every other field at
-    its default; `dataclasses.replace(DeviceParameters.fsdp(), precision="bf16")` sets more.
+    `single_device()`, `ddp()`, `fsdp()` and `hsdp()` set `dp_replicate` and `dp_shard`, and the fields that they get.
 
     Raises:
         ConfigError: A value is invalid on any machine. `resolve_mesh` checks whether it fits this world.

@@ -275,9 +275,12 @@ def foreign_iterable(loader: object, dp_size: int) -> Iterable[Any]:
             "A StreamLoader is for training, and validation reads its data whole. Validate on a dataset with `__len__` "
             "and `__getitem__`, or wrap an iterable over each rank's part in PerRankLoader."
         )
-    if not isinstance(loader, Iterable):
-        name = type(loader).__name__
-        raise DataError(f"{name} is no iterable of batches. Wrap a dataset in a DistributedDataLoader.")
+    holds_loaders = isinstance(loader, list | tuple) and any(isinstance(part, DataLoader) for part in loader)
+    if holds_loaders or not isinstance(loader, Iterable):
+        raise DataError(
+            f"{type(loader).__name__} is no iterable of batches. Wrap a dataset in a DistributedDataLoader, and give "
+            "several loaders as a dict by name."
+        )
     if dp_size > 1 and not is_per_rank:
         raise DataError(
             f"A {type(loader).__name__} cannot be dealt to dp_size={dp_size} data-parallel ranks: its sampler, "

@@ -35,9 +35,6 @@ class ScheduleParameters:
     "wsd" is warm-up, stable, decay (MiniCPM, Hu et al. 2024, arXiv 2404.06395), "inverse_sqrt" that of Vaswani et al.
     (2017, arXiv 1706.03762), "plateau" PyTorch's ReduceLROnPlateau, which you step with a metric. A warm-up that is not
     shorter than the run is cut off by its end.
-
-    Raises:
-        ConfigError: A value is invalid, or the named schedule does not take it.
     """
 
     name: ScheduleName = "constant"

@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dream_trainer.compat.pytorch import foreach_clamp_max_, foreach_clamp_min_, foreach_div_, plain_beside_dtensors
 from dream_trainer.config.device_parameters import DeviceParameters
@@ -109,6 +110,9 @@ class OptimizerStep:
         if (model, optimizers) not in self._pairs:
             self._registry.refuse_another_model(model, optimizers)
             self._pairs.add((model, optimizers))
+        for scheduler in schedulers:
+            if isinstance(scheduler, ReduceLROnPlateau):
+                raise StepError("ReduceLROnPlateau needs a metric: call its step(metrics[...]) in post_val_epoch.")
         plan = self._plan(optimizers)
         if self._accumulation.counted_batches == 0:
             return torch.zeros((), dtype=plan.dtype, device=self._device)
