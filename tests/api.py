@@ -84,7 +84,7 @@ _NAMES = {
     "dream_trainer.distributed.signals": "Signals relayed",
     "dream_trainer.distributed.seeds": (
         "GENERATORS WatchedSeeds hash_seed preserved_random_state random_state seed_cpu set_random_state "
-        "undisturbed_cpu_state"
+        "undisturbed_cpu_state watched_random_state"
     ),
     "dream_trainer.distributed.watchdog": "Watchdog",
     "dream_trainer.distributed.world": "World",

@@ -116,7 +116,7 @@ class WindowFeed:
         """The window that was taken is trained, and counts."""
         self._empty_passes = 0
         self.rank_state = window.rank_state
-        self.is_pass_over = window.is_last if window.is_last is not None else not self._sizes()[1]
+        self.is_pass_over = window.is_last if window.is_last is not None else self._fetched[1] is None
         self._fetched = [] if self.is_pass_over else self._fetched[1:]
         if self.is_pass_over:
             self._stream.end_pass()

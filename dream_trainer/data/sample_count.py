@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, index
 from typing import Any, Protocol, runtime_checkable
 
@@ -34,6 +34,8 @@ class SampleCount:
         """The user's count, or the number of graphs or packed sequences, or the first dimension of the first tensor."""
         if self.own is not None:
             return whole_number(self.own(batch), "batch_size", batch)
+        if type(batch) in (tuple, list) and (common := _common(batch)) is not None:
+            return common
         counts, lists = _counts(batch)
         if not counts:
             raise DataError(
@@ -52,6 +54,17 @@ class SampleCount:
                 f"and samples_seen are wrong. {_REMEDY}"
             )
         return count
+
+
+def _common(parts: Sequence[Any]) -> int | None:
+    """The first dimension that all parts of a usual batch have, tensors of types that differ; None of any other."""
+    count, kinds = None, set()
+    for part in parts:
+        if type(part) is not Tensor or part.ndim == 0 or count not in (None, part.shape[0]):
+            return None
+        count = part.shape[0]
+        kinds.add(part.dtype)
+    return count if len(kinds) == len(parts) else None
 
 
 def _counts(batch: Any) -> tuple[list[int], list[list[Any]]]:

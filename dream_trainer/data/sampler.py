@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Sampler, Subset, TensorDataset, default_collate, default_convert
 
-from dream_trainer.distributed.seeds import GENERATORS, WatchedSeeds, hash_seed, preserved_random_state, seed_cpu
+from dream_trainer.distributed.seeds import GENERATORS, WatchedSeeds, hash_seed, seed_cpu, watched_random_state
 from dream_trainer.errors import DataError
 
 ENDLESS = 2**62  # the length of a dataset that never ends
@@ -210,7 +210,7 @@ def loads_batches(dataset: object) -> bool:
 class KeyedDataset(Dataset[Any]):
     """Loads and collates one batch, given as (epoch, indices), from the user's map-style dataset.
 
-    In the training process only inside `apart`, since it seeds the global generators.
+    Inside `apart`, since it draws from the global generators; a worker's batches each enter it themselves.
     """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], seed: int) -> None:
@@ -220,19 +220,18 @@ class KeyedDataset(Dataset[Any]):
         self.is_batched = loads_batches(dataset)
         self.is_ordered = isinstance(dataset, OrderedDataset)
         self._drawn: set[str] | None = None
-        self._watched: WatchedSeeds | None = None
-        self._is_watched = False  # whether the generators are where the last look left them
+        self._streams = watched_random_state()
 
     @property
     def apart(self) -> AbstractContextManager[None]:
         """Sets training's random streams aside for any number of batches, unless none of them draws."""
-        if self.seed is None:
-            return nullcontext()
-        self._is_watched = False
-        return preserved_random_state()
+        return nullcontext() if self.seed is None else self._streams
 
     def __getitems__(self, key: BatchKey) -> Any:
         """Result of `load`, with an OrderedDataset's mark; `DataLoader` calls this method."""
+        if self.seed is not None and not self._streams.is_inside:
+            with self._streams:
+                return self.__getitems__(key)
         batch = self.load(key)
         return (batch, self.dataset.mark()) if self.is_ordered else batch
 
@@ -246,16 +245,9 @@ class KeyedDataset(Dataset[Any]):
             return self._load(epoch, indices, 0, ())
         if self._drawn is None:
             return self._load_first(epoch, indices, self.seed)
-        if self._drawn == GENERATORS:
-            return self._load(epoch, indices, self.seed, GENERATORS)
-        watched = self._watched = self._watched or WatchedSeeds(self.seed, looks=32)
         while True:
-            others = GENERATORS - self._drawn
-            if not self._is_watched or not watched.looks:
-                watched.seed(others)
             batch = self._load(epoch, indices, self.seed, self._drawn)
-            more = watched.drawn(others)
-            self._is_watched = not more
+            more = self._streams.drawn(GENERATORS - self._drawn)
             if not more:
                 return batch
             self._drawn |= more
@@ -272,6 +264,7 @@ class KeyedDataset(Dataset[Any]):
         batch = self.collate_fn(samples)  # which draws from the last sample's stream
         if seeds is not None:
             self._drawn |= seeds.drawn()
+        self._streams.begin_again()
         return batch
 
     def _load(self, epoch: int, indices: list[int], seed: int, generators: Collection[str]) -> Any:

@@ -5,7 +5,6 @@ Every stream has its own seed, hashed from the run's seed and its purpose, whate
 from __future__ import annotations
 
 import random
-import struct
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -25,8 +24,10 @@ GENERATORS = frozenset(("torch", "python", "numpy"))  # the global CPU generator
 
 def hash_seed(purpose: bytes, *numbers: int) -> int:
     """A 64-bit seed that is unrelated to that of any other purpose or numbers."""
-    words = [number & 0xFFFF_FFFF_FFFF_FFFF for number in numbers]
-    return xxhash.xxh3_64_intdigest(purpose + struct.pack(f"<{len(words)}Q", *words))
+    hashed = purpose
+    for number in numbers:
+        hashed += (number & 0xFFFF_FFFF_FFFF_FFFF).to_bytes(8, "little")
+    return xxhash.xxh3_64_intdigest(hashed)
 
 
 def seed_cpu(seed: int, generators: Collection[str] = GENERATORS) -> None:
@@ -53,31 +54,29 @@ def seed_everything(seed: int) -> None:
     seed_cpu(seed)
 
 
-# Where a generator is: torch's state, and the next 128 bits of the others, whose states take ten times longer to read.
-_MARKS: dict[str, Callable[[], object]] = {
+def _bits(generator: np.random.MT19937) -> tuple[int, int]:
+    return generator.random_raw(), generator.random_raw()  # an array of two takes three times as long
+
+
+# Where a generator is: torch's state, and the next 64 bits of the others, whose states take ten times longer to read.
+_MARKS: dict[str, Callable[[], Any]] = {
     "torch": lambda: torch.default_generator.get_state().numpy().tobytes(),
-    "python": lambda: random.getrandbits(128),
-    "numpy": lambda: _numpy.random.get_bit_generator().random_raw(4).tobytes(),
+    "python": lambda: random.getrandbits(64),
+    "numpy": lambda: _bits(_numpy.random.get_bit_generator()),
 }
 
 
 class WatchedSeeds:
-    """Seeds the global CPU generators, and detects, up to `looks` times, which were drawn from."""
+    """Seeds the global CPU generators, and detects which of them were drawn from, once."""
 
-    def __init__(self, seed: int, looks: int = 1) -> None:
-        self._seed = seed
+    def __init__(self, seed: int) -> None:
         seed_cpu(seed)
-        self._marks = [{name: mark() for name, mark in _MARKS.items()} for _ in range(looks)][::-1]
-        self.seed(("python", "numpy"))
+        self._marks = {name: mark() for name, mark in _MARKS.items()}
+        seed_cpu(seed, ("python", "numpy"))
 
-    def seed(self, generators: Collection[str]) -> None:
-        seed_cpu(self._seed, generators)
-        self.looks = self._marks.copy()  # the marks of those to come, the next one last
-
-    def drawn(self, generators: Collection[str] = GENERATORS) -> set[str]:
-        """Which of `generators` were drawn from or seeded since the last look; draws from most."""
-        marks = self.looks.pop()
-        return {name for name in generators if _MARKS[name]() != marks[name]}
+    def drawn(self) -> set[str]:
+        """Which generators were drawn from or seeded since; draws from most."""
+        return {name for name, mark in self._marks.items() if _MARKS[name]() != mark}
 
 
 class _Outside:
@@ -87,7 +86,40 @@ class _Outside:
     states: tuple[Tensor, Any, Any] | None = None
     depth = 0  # number of blocks around
 
+    def __init__(self) -> None:
+        # A copy of python's state takes 30 us. The last one still holds if the next 64 bits are those that follow it.
+        self.copied: tuple[Any, ...] = ()
+        self.follows: int | None = None
+        self.looked: list[int] = []  # 64 bits that were drawn to see this, until training's streams are set aside
 
+    def look(self) -> None:
+        if not self.looked:
+            self.looked.extend(map(random.getrandbits, (64,)))  # one call: no signal is handled between the two
+
+    def of_python(self) -> tuple[Any, ...]:
+        """Python's state before the look at it, if there is one."""
+        if not self.looked:
+            return random.getstate()
+        (bits,) = self.looked
+        if bits != self.follows or _python.gauss_next != self.copied[-1]:
+            version, (*words, place), gauss = random.getstate()
+            if place == 1:  # the look drew the last of 624 words and the first of those that replaced them
+                words, place = [_untempered(bits & 0xFFFF_FFFF), *words[:-1]], 2
+            self.copied, self.follows = (version, (*words, place - 2), gauss), bits
+        return self.copied
+
+
+def _untempered(output: int) -> int:
+    """The word of MT19937's state that gave `output` (Matsumoto and Nishimura, 1998)."""
+    last = output ^ output >> 18
+    last ^= last << 15 & 0xEFC6_0000
+    third = last
+    for _ in range(4):
+        third = last ^ third << 7 & 0x9D2C_5680
+    return third ^ third >> 11 ^ third >> 22
+
+
+_python: Any = random.random.__self__  # type: ignore[attr-defined]  # the generator that the functions belong to
 _outside = _Outside()
 # numpy's generators inside these blocks, by the number of blocks around.
 _stand_ins: list[Any] = []
@@ -96,7 +128,7 @@ _stand_ins: list[Any] = []
 def undisturbed_cpu_state() -> tuple[Tensor, Any, Any]:
     """The states of torch's, python's and numpy's generators as they are outside `preserved_random_state`."""
     if _outside.states is None:
-        return torch.default_generator.get_state(), random.getstate(), np.random.get_state(legacy=False)
+        return torch.default_generator.get_state(), _outside.of_python(), np.random.get_state(legacy=False)
     of_torch, of_python, numpy_generator = _outside.states
     # A generator that was taken out has lost the second half of a pair of normal numbers, if it held one.
     return of_torch, of_python, numpy_generator.state | {"has_gauss": 0, "gauss": 0.0}
@@ -107,6 +139,8 @@ class preserved_random_state(AbstractContextManager[None]):
 
     __slots__ = ("_depth", "_device_state", "_is_outermost", "_on_device", "_state")
 
+    _state: Any  # of the three generators; None until they are set aside
+
     def __init__(self, device: torch.device | None = None) -> None:
         self._on_device = None if device is None or device.type == "cpu" else default_generator_of(device)
 
@@ -114,11 +148,16 @@ class preserved_random_state(AbstractContextManager[None]):
         self._is_outermost, self._depth = _outside.states is None, _outside.depth
         if len(_stand_ins) <= self._depth:
             _stand_ins.append(np.random.MT19937(len(_stand_ins)))
-        self._state = state = torch.default_generator.get_state(), random.getstate(), _numpy.random.get_bit_generator()
+        of_torch, of_numpy = torch.default_generator.get_state(), _numpy.random.get_bit_generator()
         self._device_state = None if self._on_device is None else self._on_device.get_state()
+        self._state = None
         try:
             if self._is_outermost:
-                _outside.states = state
+                _outside.look()
+            self._state = of_torch, _outside.of_python(), of_numpy
+            if self._is_outermost:
+                _outside.states = self._state
+                _outside.looked.clear()
             _numpy.random.set_bit_generator(_stand_ins[self._depth])
             _outside.depth += 1
         except BaseException:  # a signal that ends a wait for data may come just here
@@ -134,15 +173,69 @@ class preserved_random_state(AbstractContextManager[None]):
         finally:
             _outside.depth = self._depth
             if self._is_outermost:
+                _outside.looked.clear()
                 _outside.states = None  # not before: a signal that asks for a save may come just here too
 
     def _put_back(self) -> None:
+        if self._state is None:  # training's streams are not set aside yet
+            random.setstate(_outside.of_python())
+            return
         of_torch, of_python, numpy_generator = self._state
         torch.default_generator.set_state(of_torch)
         random.setstate(of_python)
         _numpy.random.set_bit_generator(numpy_generator)
         if self._on_device is not None and self._device_state is not None:
             self._on_device.set_state(self._device_state)
+
+
+class watched_random_state(preserved_random_state):
+    """Also detects which generators are drawn from inside. They are not seeded: what draws has to run again, seeded."""
+
+    __slots__ = ("_alike", "_following", "_numpy", "_python", "_turn", "is_inside")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numpy, self._alike = np.random.MT19937(0), np.random.MT19937(0)  # of those inside, and to compare with
+        self._python: Any = None  # the state that `_following` is of
+        self.is_inside = False
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self.is_inside = True
+        _numpy.random.set_bit_generator(self._numpy)
+        self._turn = int(self._is_outermost)  # the first bits that follow were looked at already
+        of_python = self._state[1]
+        if of_python is not self._python:
+            self._python, copied = of_python, random.Random()
+            copied.setstate(of_python)
+            self._following = [copied.getrandbits(64) for _ in range(64)]
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__()
+        self.is_inside = False
+
+    def begin_again(self) -> None:
+        """Forgets what was drawn and seeded so far."""
+        self.__exit__()
+        self._numpy.state = self._alike.state
+        self.__enter__()
+
+    def drawn(self, generators: Collection[str]) -> set[str]:
+        """Which of `generators` were drawn from or seeded inside, if no look before has found so; draws from most."""
+        found = set()
+        if "torch" in generators and _MARKS["torch"]() != self._state[0].numpy().tobytes():
+            found.add("torch")
+        if "python" in generators:
+            bits, expected = random.getrandbits(64), self._following[self._turn]
+            if bits != expected or _python.gauss_next != self._python[-1]:
+                found.add("python")
+            self._turn += 1
+            if self._turn == len(self._following):
+                random.setstate(self._python)
+                self._turn = 0
+        if "numpy" in generators and _bits(self._numpy) != _bits(self._alike):
+            found.add("numpy")
+        return found
 
 
 @contextmanager

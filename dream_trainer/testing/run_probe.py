@@ -388,7 +388,14 @@ def _optimized(trainer: Any) -> Iterator[tuple[Optimizer, str, Tensor]]:
 
 
 def _random() -> Any:
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), str(np.random.get_state(legacy=False))
+    state, pythons = random.getstate(), random.Random()
+    pythons.setstate(state)  # one stream has several states, so its next words are compared
+    return (
+        torch.get_rng_state().numpy().tobytes(),
+        pythons.getrandbits(32 * 624),
+        state[-1],
+        str(np.random.get_state(legacy=False)),
+    )
 
 
 def _facts(trainer: Any) -> dict[str, Any]:

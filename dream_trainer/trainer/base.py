@@ -222,7 +222,7 @@ class BaseTrainer(AbstractTrainer):
             return None
         schedulers = () if scheduler is None else scheduler if isinstance(scheduler, list | tuple) else (scheduler,)
         optimizer_step = self._runtime.optimizer_step
-        with self._outside_forward(), optimizer_step.context:
+        with self._runtime.outside_forward(), optimizer_step.context:
             return optimizer_step.step(model, optimizers, schedulers)
 
     def reduce_gradients(self, *optimizers: Optimizer) -> None:
@@ -240,7 +240,7 @@ class BaseTrainer(AbstractTrainer):
         """
         if not self._runtime.session.is_ready:
             raise StepError("reduce_gradients() was called outside of training. Call it in training_step, under fit().")
-        with self._outside_forward():
+        with self._runtime.outside_forward():
             self._runtime.optimizer_step.reduce_gradients(optimizers)
 
     def describe(self) -> str:
@@ -331,7 +331,9 @@ class BaseTrainer(AbstractTrainer):
             moved = [ForwardState(models), MetricStates(list(metrics))]
         while True:
             try:
-                with runtime.parallel.whole(stays_fresh=True) if runtime.parallel.changes_in_steps else nullcontext():
+                if not runtime.parallel.changes_in_steps:
+                    return self._run_batches(window)
+                with runtime.parallel.whole(stays_fresh=True):
                     return self._run_batches(window)
             except RetryWindow:
                 progress.batch_idx, state.local_batches = state.first_batch_idx, batches_before

@@ -30,7 +30,8 @@ def anyone_listens(runtime: Runtime, event: str) -> bool:
 
 
 def notify(runtime: Runtime, event: str, *args: Any) -> None:
-    if anyone_listens(runtime, event):  # on some rank; all ranks gather again, or none
+    # A listener on some rank: all ranks gather again, or none.
+    if runtime.parallel.changes_in_steps and anyone_listens(runtime, event):
         runtime.parallel.forget_whole()
     for listener in runtime.events[event]:
         listener(*args)

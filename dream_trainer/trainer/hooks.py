@@ -309,10 +309,6 @@ class MixinHooks(Hooks):
         """Wraps `step`, a training or validation step; the result is called with each batch and its index."""
         return step
 
-    def _outside_forward(self) -> AbstractContextManager[None]:
-        """Context that `step` runs in; a mixin with a mode in steps leaves it there."""
-        return nullcontext()
-
     def _window_started(self) -> None:
         """Before each window's first micro-batch; not again when it runs again."""
 

@@ -191,7 +191,10 @@ class Session:
 
     def patience(self) -> AbstractContextManager[None]:
         """For phases without batches that may take long: the watchdog gives them more time."""
-        return nullcontext() if self.watchdog is None else self.watchdog.patient()
+        return _NOTHING if self.watchdog is None else self.watchdog.patient()
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(eq=False)
@@ -249,6 +252,10 @@ class Runtime:
         if self.launched is None:
             raise HookError("self.world exists from launch on (fit, evaluate or predict). Do not read it in __init__.")
         return self.launched
+
+    def outside_forward(self) -> AbstractContextManager[None]:
+        """For operations of this package within a step, which call no attention."""
+        return _NOTHING if self.takeover is None else self.takeover.aside()
 
     def warn_once(self, key: str, message: str) -> None:
         """As the trainer's method, which may be overridden."""

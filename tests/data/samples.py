@@ -105,8 +105,10 @@ def rows(batch: dict[str, Tensor]) -> list[tuple[float, ...]]:
 
 def global_states() -> tuple[Any, ...]:
     """The global generators of this process, comparable with ==."""
+    state, pythons = random.getstate(), random.Random()
+    pythons.setstate(state)  # one stream has several states, so its next words are compared
     return (
         torch.get_rng_state().tolist(),
-        random.getstate(),
+        (pythons.getrandbits(32 * 624), state[-1]),
         [part.tolist() if isinstance(part, np.ndarray) else part for part in np.random.get_state()],
     )

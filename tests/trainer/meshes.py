@@ -41,7 +41,7 @@ class Case:
     changing: bool = False
     """Whether every second batch of a window has shorter sequences."""
     seldom: bool = False
-    """Whether the model is trained in the first batch of a window alone, and a small one in each."""
+    """Whether the model is trained in the first batch of a window alone, and another one in the others."""
     short: bool = False
     """Whether labels are in the first half of each sequence alone, so that ranks have none in their parts."""
     packed: bool = False
@@ -183,11 +183,13 @@ class Trained(Noting):
     def configure_models(self) -> None:
         self.model = Model(self.config.case)
         if self.config.case.seldom:
-            self.gain = nn.Linear(1, 1).double()
+            self.other = Model(self.config.case)
         self.said: list[str] = []
 
     def apply_tensor_parallel(self, mesh: Any) -> None:
         split(self.model, mesh, self.config.case)
+        if self.config.case.seldom:
+            split(self.other, mesh, self.config.case)
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
         case = self.config.case
@@ -200,7 +202,7 @@ class Trained(Noting):
         is_fused = self.config.case.precision == "fp32"  # one operation on DTensors, whose placement takes long to find
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=is_fused)
         if self.config.case.seldom:
-            self.gain_optimizer = torch.optim.SGD(self.gain.parameters(), lr=1e-2)
+            self.other_optimizer = torch.optim.SGD(self.other.parameters(), lr=1e-2)
         self.initial = weights_of(self)
 
     def on_load(self, path: Any) -> None:
@@ -210,33 +212,30 @@ class Trained(Noting):
         positions = torch.arange(LENGTH).expand_as(batch[0])
         return tuple(cut(tensor) for tensor in (*batch, positions))
 
-    def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
+    def loss(self, model: Model, batch: tuple[Tensor, ...]) -> Tensor:
         if self.config.case.uneven and self.training and self.world.dp_rank % 2 and self.global_step % 2:
             batch = tuple(tensor[:, : LENGTH // 2] for tensor in batch)
         if self.config.case.changing and self.training and not self.is_accumulating_gradients:
             batch = tuple(tensor[:, : LENGTH // 2] for tensor in batch)
         is_poisoned = self.config.case.poisoned and self.training and self.global_step == 1
         loss_fn = poisoned_loss if is_poisoned else mean_loss
-        return self.forward_backward(self.model, self.inputs(batch), batch[1], loss_fn, weight=count)
+        return self.forward_backward(model, self.inputs(batch), batch[1], loss_fn, weight=count)
 
     def inputs(self, batch: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
         tokens, _, documents, positions = batch
         return tokens, documents if self.config.case.packed else None, positions
 
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> dict[str, Any]:
-        with torch.set_grad_enabled(not self.config.case.seldom or batch_idx % self.config.case.accumulation == 0):
-            loss = self.loss(batch)
-        if self.config.case.seldom:
-            rows = batch[0][:, :1].double()
-            self.backward(self.gain(rows).square().mean(), weight=len(rows), model=self.gain)
-            if not self.is_accumulating_gradients:
-                self.norms.append(float(self.step(self.gain, self.gain_optimizer)))
+        is_others_turn = self.config.case.seldom and batch_idx % self.config.case.accumulation > 0
+        loss = self.loss(self.other if is_others_turn else self.model, batch)
         if not self.is_accumulating_gradients:
+            if self.config.case.seldom:
+                self.norms.append(float(self.step(self.other, self.other_optimizer)))
             self.norms.append(float(self.step(self.model, self.optimizer)))
         return {"loss": loss}
 
     def validation_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Any:
-        loss, scores = self.loss(batch), full(self.model(*self.inputs(batch)))
+        loss, scores = self.loss(self.model, batch), full(self.model(*self.inputs(batch)))
         if self.config.case.precision == "fp32":
             torch.testing.assert_close(full(loss), mean_loss(scores, batch[1]), rtol=1e-12, atol=1e-12)
         return {"loss": loss}, count(batch[1])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import dream_trainer as dt
 from tests.trainer.arithmetic import same_bits
-from tests.trainer.meshes import Case, Trained, config_of
+from tests.trainer.meshes import Case, Model, Trained, config_of
 from tests.trainer.small import errors_of
 from tests.trainer.stages import united, weights_of
 from tests.worlds import run_world
@@ -45,8 +45,8 @@ class Scaled(Trained):
         super().configure_optimizers()
         self.set_hooks("configure_optimizers")
 
-    def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
-        loss = super().loss(batch)
+    def loss(self, model: Model, batch: tuple[Tensor, ...]) -> Tensor:
+        loss = super().loss(model, batch)
         if self.way == "by hand" and self.training:
             for name, parameter in self.model.named_parameters():
                 if name in FACTORS:

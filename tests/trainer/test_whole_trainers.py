@@ -12,7 +12,7 @@ from torch import Tensor
 import dream_trainer as dt
 from tests.api import DistributedDataLoader
 from tests.trainer.arithmetic import full
-from tests.trainer.meshes import BATCH, VOCABULARY, Case, Rows, Trained, config_of, count, mean_loss
+from tests.trainer.meshes import BATCH, VOCABULARY, Case, Model, Rows, Trained, config_of, count, mean_loss
 from tests.trainer.small import fit
 from tests.worlds import run_each, run_world
 
@@ -38,12 +38,12 @@ class Whole(Trained):
         train, _ = super().configure_dataloaders()
         return train, DistributedDataLoader(Rows(11), 5, drop_last=False)  # ranks have unequal numbers of batches
 
-    def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
+    def loss(self, model: Model, batch: tuple[Tensor, ...]) -> Tensor:
         is_bad = self.training and self.global_step == STEPS and not self.has_retried
         self.has_retried |= is_bad
         scale = float("nan") if is_bad else 1.0
         return self.forward_backward(
-            self.model, self.inputs(batch), batch[1], lambda scores, of: mean_loss(scores, of) * scale, weight=count
+            model, self.inputs(batch), batch[1], lambda scores, of: mean_loss(scores, of) * scale, weight=count
         )
 
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class Whole(Trained):
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Any:
-        loss, scores = self.loss(batch), full(self.model(*self.inputs(batch)))
+        loss, scores = self.loss(self.model, batch), full(self.model(*self.inputs(batch)))
         self.accuracy.update(scores.flatten(0, 1), batch[1].flatten())
         self.mean.update(full(loss.detach()), weight=count(batch[1]))
         return {"loss": loss}, count(batch[1])

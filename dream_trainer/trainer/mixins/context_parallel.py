@@ -7,7 +7,6 @@ their number.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -73,10 +72,6 @@ class ContextParallelMixin(AbstractTrainer):
         attention = UlyssesAttention(parts) if is_ulysses else GatheredAttention(parts)
         self.__sequence_cut = SequenceCut(attention, self.world)
         self._runtime.takeover = AttentionTakeover(attention, handlers(attention))
-
-    def _outside_forward(self) -> AbstractContextManager[None]:
-        takeover = self._runtime.takeover
-        return super()._outside_forward() if takeover is None else takeover.aside()
 
     def _wrap_step(self, step: Step) -> Step:
         step = super()._wrap_step(step)

@@ -138,7 +138,7 @@ class PipelineParallelMixin(AbstractTrainer):
                     most_without_gradients=1 if devices.expert_parallel > 1 else microbatches,
                     backward_context=without_autocast(devices, self.world.device),
                     output_dtype=torch.float32 if is_cast else None,
-                    aside=self._outside_forward,
+                    aside=self._runtime.outside_forward,
                     beside=pipelines,
                     splits_backwards=is_plain,  # gradients of weights apart from those of inputs
                     whole=whole if parameters.computes_weights_apart else [],

@@ -241,7 +241,7 @@ class Accumulation:
         self.origins.after_backward(self._backwards)
         if watches:
             self.own.note(self.origins.optimizers)
-        if not self.is_last:
+        if not self.is_last and (self._kept is None or self._kept.grad is None):
             self._kept = self.origins.one_with_gradient()
 
     def wait_for_last(self, optimizers: Sequence[Optimizer]) -> None:

@@ -71,6 +71,7 @@ class OptimizerStep:
         self._scalar_dtype = torch.float32 if self._device.type == "mps" else torch.float64
         # Of each `step`. Not the one of `backward`: such a context cannot be entered again inside itself.
         self.context = without_autocast(devices, world.device)
+        self._no_grad = torch.no_grad()  # making one takes as long as using it
         self._clip_norm = parameters.gradient_clip_norm
         self._clip_constants: dict[torch.dtype, tuple[Tensor, ...]] = {}
         self._clip_value = parameters.gradient_clip_value
@@ -122,7 +123,8 @@ class OptimizerStep:
         with self._parallel.stepping() if self._parallel.changes_in_steps else _NOTHING:
             norm = self._advance(model, optimizers, plan, can_rerun=can_rerun)
         self._origins.stepped(optimizers)
-        self.times_stepped.update(map(id, optimizers))
+        for optimizer in optimizers:
+            self.times_stepped[id(optimizer)] += 1
         if self._world.data_size > 1 or self._accumulation.reduced:
             self._accumulation.own.forget()
         for scheduler in schedulers:
@@ -134,14 +136,14 @@ class OptimizerStep:
         self, model: nn.Module, optimizers: tuple[Optimizer, ...], plan: StepPlan, *, can_rerun: bool
     ) -> Tensor:
         self.wait_for_copies()
-        with torch.no_grad():
+        with self._no_grad:
             norm, empty = self._finish_gradients(model, optimizers, plan)
         shards = values = _NOTHING
         if self._parallel.changes_in_steps:
             shards = self._parallel.shards(optimizers, others_may_change=self._others_may_change)
             values = self._parallel.as_values(optimizers, someone_listens=bool(self._after_step))
         with shards, values:
-            with torch.no_grad(), plain_beside_dtensors() if plan.is_mixed else _NOTHING:
+            with self._no_grad, plain_beside_dtensors() if plan.is_mixed else _NOTHING:
                 skipped = self.guard.try_step(optimizers, norm, empty, can_rerun=can_rerun)
             if not skipped and self._after_step:
                 for optimizer in optimizers:
