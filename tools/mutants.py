@@ -124,6 +124,20 @@ MUTANTS = [
         "tests/distributed/test_seeds.py",
     ),
     Mutant(
+        "looking whether python's stream has moved moves it",
+        "dream_trainer/distributed/seeds.py",
+        "(*words, place - 2)",
+        "(*words, place)",
+        "tests/distributed/test_seeds.py",
+    ),
+    Mutant(
+        "a draw of half a pair of normal numbers is overlooked",
+        "dream_trainer/distributed/seeds.py",
+        " or _python.gauss_next != self._python[-1]",
+        "",
+        "tests/distributed/test_seeds.py",
+    ),
+    Mutant(
         "a window's further batches are drawn from the stream of its first",
         "dream_trainer/data/foreign.py",
         "                taken += loaded\n                self._next += 1\n",

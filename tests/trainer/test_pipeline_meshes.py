@@ -16,7 +16,7 @@ WORLD_4 = [
     Case(2, cp=2, attention="ulysses", short=True, packed=True, steps=3),
     Case(2, dp=2, ep=2, experts=True, schedule="DualPipeV", blocks=4, steps=3),
     Case(2, tp=2, plan="dtensors", schedule="ZBVZeroBubble", accumulation=2, changing=True, blocks=4, steps=1),
-    Case(2, dp=2, shard="auto", schedule="ZBVZeroBubble", accumulation=2, seldom=True, blocks=4, steps=2),
+    Case(2, tp=2, plan="layers", schedule="ZBVZeroBubble", accumulation=2, seldom=True, blocks=4, steps=2),
 ]
 SEVERAL_4 = [
     Case(2, dp=2, shard="auto", ep=2, experts=True, schedule="Interleaved1F1B", blocks=4),
@@ -27,7 +27,7 @@ SEVERAL_4 = [
     Case(2, cp=2, shard="auto", schedule="InterleavedZeroBubble", packed=True, blocks=4),
     Case(2, cp=2, shard="auto", schedule="DualPipeV", short=True, blocks=4),
     Case(2, cp=2, ep=2, experts=True, schedule="InterleavedZeroBubble", blocks=4),
-    Case(2, tp=2, plan="layers", schedule="ZBVZeroBubble", accumulation=2, seldom=True, blocks=4),
+    Case(2, dp=2, shard="auto", schedule="ZBVZeroBubble", accumulation=2, seldom=True, blocks=4),
     Case(2, dp=2, ep=2, experts=True, shard="auto", schedule="ZBVZeroBubble", accumulation=2, blocks=4),
 ]
 RECOMPUTED_4 = [
