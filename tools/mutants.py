@@ -140,7 +140,7 @@ MUTANTS = [
     Mutant(
         "hooks on gradients do not follow a parameter that is made real",
         "dream_trainer/meta/realize.py",
-        "        keep_hooks(old)\n",
+        "        share_hooks(old, old)\n",
         "",
         "tests/trainer/test_gradient_hooks.py -k by_hand",
     ),

@@ -236,14 +236,12 @@ def first_to_fail(store: Store | None, rank: int, dead: Callable[[], int | None]
         return rank
 
 
-# -- Which rank died, when a rank only knows that a connection closed: each rank has recorded its process number.
-
-
 class LostHostError(RuntimeError):
     """Ends the other ranks when a host of the job is gone, or cannot be reached. It must not be caught."""
 
 
 def announce(store: Store, rank: int) -> None:
+    """Records this rank's process, for `dead_ranks` of a rank that only knows that a connection closed."""
     store.set(f"process/{rank}", f"{os.getpid()} {socket.gethostname()}")
 
 

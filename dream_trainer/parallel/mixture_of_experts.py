@@ -218,9 +218,6 @@ def is_shared_by_experts(parameter: nn.Parameter) -> bool:
     return dim_of_part(parameter, "ep") is not None
 
 
-# -- Where models' experts lie on the ranks, once `apply_expert_parallel` has split them: over ep, and over fsdp.
-
-
 def modules_of_experts(models: Iterable[nn.Module]) -> list[nn.Module]:
     """The modules with own parameters that ranks share by experts."""
     parts = dict.fromkeys(part for model in models for part in model.modules())

@@ -300,13 +300,6 @@ def _refuse_to_load(*_: Any) -> None:
     )
 
 
-# -- Optimizers of parameters that are shards between steps: their contents are swapped with the parameters.
-#
-# `configure_optimizers` runs with whole parameters, and `Optimizer.step` with shards. So parameters are swapped in
-# groups, in the keys of `state`, and in an optimizer's own attributes (lists, dicts, tuples, other optimizers). Tensors
-# that a constructor made from whole parameters (copies of weights, or state) are cut.
-
-
 class MadeOfWhole(TorchFunctionMode):
     """Inside, notes which tensors are made of whole parameters with the same layout: copies, or zeros."""
 
@@ -328,6 +321,13 @@ class MadeOfWhole(TorchFunctionMode):
 
 
 class WholeOptimizers:
+    """Optimizers of parameters that are shards between steps: their contents are swapped with the parameters.
+
+    `configure_optimizers` runs with whole parameters, and `Optimizer.step` with shards. So parameters are swapped in
+    groups, in the keys of `state`, and in an optimizer's own attributes (lists, dicts, tuples, other optimizers).
+    Tensors that a constructor made from whole parameters (copies of weights, or state) are cut.
+    """
+
     def __init__(self, optimizers: Callable[[], Iterable[Optimizer]]) -> None:
         self._optimizers = optimizers
         self._attributes: list[tuple[Optimizer, str]] = []

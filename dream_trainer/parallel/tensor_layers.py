@@ -98,11 +98,10 @@ def undeclared_dropouts(models: Mapping[str, nn.Module]) -> list[str]:
     return found
 
 
-# -- Ranks that share layers need equal parts: PyTorch joins others wrongly, or ends the process. At the first batch of
-# some shapes, ranks therefore compare the inputs of each split module before it runs.
-
-
 class EqualParts:
+    """Ranks that share layers need equal parts: PyTorch joins others wrongly, or ends the process. At the first batch
+    of some shapes, ranks therefore compare the inputs of each split module before it runs."""
+
     def __init__(self, models: Mapping[str, nn.Module], world: World) -> None:
         assert world.mesh is not None  # several ranks share layers
         self._group, self._size, self._device = world.mesh["tp"].get_group(), world.mesh["tp"].size(), world.device

@@ -196,14 +196,14 @@ def _follow_log(record: RunRecord, file: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-# -- RunRecorder: keeps `config.json` and `run.json` in the run's directory, whatever the trainer's mixins and loggers.
-# Nothing here is worth a run: a failed write is one warning.
-
 WORTH_TELLING = 60.0  # seconds: a shorter run is mostly its start
 LONGEST_ERROR = 20_000  # characters of an exception, with its calls, that are kept
 
 
 class RunRecorder:
+    """Keeps `config.json` and `run.json` in the run's directory, whatever the trainer's mixins and loggers. Nothing here
+    is worth a run: a failed write is one warning."""
+
     _made_here: ClassVar[bool] = False  # whether a trainer was made before in this process, which began for that one
 
     def __init__(self, runtime: Runtime) -> None:

@@ -218,12 +218,9 @@ _CALLED_BY_US = frozenset(
 )
 
 
-# -- Names that a user's trainer and the framework may not both use: one would silently replace the other.
-#
-# Methods are compared when the trainer is built, attributes when they are assigned.
-
-
 def refuse_taken_names(cls: type) -> None:
+    """Refuses names that a user's trainer and the framework may not both use: one would silently replace the other.
+    Methods are compared when the trainer is built, attributes when they are assigned."""
     for part in cls.__mro__:
         if not is_ours(part) and part is not object:
             for name, value in vars(part).items():
