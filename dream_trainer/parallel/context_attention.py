@@ -244,7 +244,7 @@ class SequenceParts:
     For causal work each rank has two chunks: one from the front (its queries see few keys) and one from the end.
     """
 
-    def __init__(self, rank: int, size: int, group: ProcessGroup | None, *, is_balanced: bool) -> None:
+    def __init__(self, rank: int, size: int, group: ProcessGroup, *, is_balanced: bool) -> None:
         self.size = size
         self.n_chunks = 2 * size if is_balanced else size  # chunks of a sequence
         self._chunks_of = [(r, 2 * size - 1 - r) if is_balanced else (r,) for r in range(size)]
@@ -273,7 +273,6 @@ class SequenceParts:
         return linear(by_rank, self.exchange, self.exchange)
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
-        assert self._group is not None
         part = part.contiguous()
         if is_traced(part):
             parts = gathered_in_graph(part.flatten(), self.size, self._group).view(self.size, *part.shape)
@@ -286,14 +285,12 @@ class SequenceParts:
 
     def sum_of_own(self, whole: Tensor, dim: int) -> Tensor:
         """The sum over ranks of this one's positions of `whole`, without gradients."""
-        assert self._group is not None
         every = torch.stack([self._part(whole, dim, chunks) for chunks in self._chunks_of])
         if is_traced(every):
             return summed_in_graph(every.flatten(), self.size, self._group).view(every.shape[1:])
         return summed_rows(every, self._group)[0]
 
     def exchange(self, by_rank: Tensor) -> Tensor:
-        assert self._group is not None
         by_rank = by_rank.contiguous()
         if is_traced(by_rank):
             return exchanged_in_graph(by_rank.flatten(), self.size, self._group).view(by_rank.shape)

@@ -99,9 +99,9 @@ class ParallelModels:
 
     def join_buffers(self) -> None:
         """Makes buffers equal on all ranks by their policies, and runs `after_steps`; a collective."""
-        group = None if self._world is None else self._world.averaging_group()
-        if self.buffers is not None and self._world is not None and group is not None:
-            self.buffers.join(self._world, group)
+        world = self._world
+        if self.buffers is not None and world is not None and (group := world.averaging_group()) is not None:
+            self.buffers.join(world, group)
         for change in self.after_steps:
             change()
 
