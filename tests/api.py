@@ -111,7 +111,6 @@ _NAMES = {
     "dream_trainer.parallel.mixture_of_experts": "GatedExperts MoE _grouped",
     "dream_trainer.parallel.joined_buffers": "JoinedBuffers",
     "dream_trainer.modules.metrics": "computed",
-    "dream_trainer.parallel.parallel_models": "naming_what_is_elsewhere",
     "dream_trainer.parallel.pipeline_stages": (
         "NumberedAsWhole check_stages even_stages keep_only number_lists stages_of_models"
     ),

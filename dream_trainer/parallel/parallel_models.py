@@ -229,8 +229,7 @@ class ParallelModels:
         """Inside, optimizers are built, and lists of parameters hold those of steps; a collective on all ranks."""
         made_of_whole = MadeOfWhole(self._whole_of.values())
         touchable, self._touchable = self._touchable, None
-        named = naming_what_is_elsewhere() if self.stages else _NOTHING
-        with self.whole(), made_of_whole if self.whole_in_steps else _NOTHING, named:
+        with self.whole(), made_of_whole if self.whole_in_steps else _NOTHING:
             yield
         self._touchable = touchable
         shards, parts = self.gradients.shard_of, {}
@@ -274,23 +273,6 @@ class ParallelModels:
         for sharded in self.whole_in_steps:
             self._is_fresh &= sharded.leave()
         self._is_whole = False
-
-
-@contextmanager
-def naming_what_is_elsewhere() -> Iterator[None]:
-    """Inside, an error of code that asks a part of a model for what other stages hold says so."""
-    try:
-        yield
-    except (ValueError, AttributeError) as error:
-        is_none = isinstance(error, AttributeError) and error.name is not None and error.obj is None
-        if is_none or str(error) == "optimizer got an empty parameter list":
-            error.add_note(
-                "Under pipeline_parallel each rank only has the layers of its stages, and None instead of others. "
-                "Check `is not None` first, or leave it to the model's forward. Choose an optimizer's parameters by "
-                'their names, and give them to it as a group, which may be empty: AdamW([{"params": [p for name, p in '
-                'self.model.named_parameters() if name.startswith("head.")]}]).'
-            )
-        raise
 
 
 def _refuse_to_load(*_: Any) -> None:

@@ -245,20 +245,6 @@ def test_a_copy_follows_its_module_and_keeps_what_was_left_out_of_it() -> None:
     assert torch.equal(copied(torch.ones(2), torch.ones(2)), torch.full((2,), 4.0))
 
 
-@pytest.mark.parametrize(
-    ("run", "is_named"),
-    [
-        (lambda: torch.optim.AdamW([]), True),
-        (lambda: None.parameters, True),  # type: ignore[attr-defined]
-        (lambda: object().parameters, False),  # type: ignore[attr-defined]
-    ],
-)
-def test_an_error_about_what_a_stage_does_not_have_says_so(run: Any, is_named: bool) -> None:
-    with pytest.raises((ValueError, AttributeError)) as raised, api.naming_what_is_elsewhere():
-        run()
-    assert bool(vars(raised.value).get("__notes__")) is is_named
-
-
 def test_what_a_stage_gives_becomes_the_next_ones_arguments() -> None:
     x = torch.zeros(1)
     assert api.as_tuple(x) == api.as_tuple([x]) == api.as_tuple((x,)) == (x,)
