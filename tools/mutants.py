@@ -1086,7 +1086,7 @@ MUTANTS = [
     Mutant(
         "shards of experts are averaged as if ranks that share layers had other tokens",
         "dream_trainer/parallel/axis.py",
-        "Part(copies, degree / setup.world.data_copies)",
+        "Part(copies, degree / world.data_copies)",
         "Part(copies, degree)",
         "tests/trainer/test_expert_parallel.py --all -k 8",
     ),
@@ -1359,7 +1359,7 @@ MUTANTS = [
     Mutant(
         "running statistics of a model in a loss stay where the last stage is",
         "dream_trainer/trainer/step/tied_gradients.py",
-        "                dist.broadcast(local_tensor(buffer), source, group=self._stages)\n",
+        "                dist.broadcast(local_tensor(buffer), group=self._stages, group_src=source)\n",
         "                pass\n",
         "tests/trainer/test_pipeline_models.py -k critic",
     ),

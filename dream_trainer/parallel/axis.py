@@ -251,8 +251,7 @@ class ExpertParallelism(MeshParallelism):
             if world.data_copies > 1 and world.parameter_mesh is not None:  # ranks that share layers have the same rows
                 vars(part)["exchange"].divide_rows(world.parameter_mesh["tp"])
             if setup.config.device_parameters.compile:  # sizes of the exchange change in each forward
-                forward = torch.compiler.disable(type(part).forward)
-                change_class(part, Changed, key="out of graphs", forward=forward)
+                change_class(part, Changed, key="out of graphs", forward=torch.compiler.disable(type(part).forward))
         shard_experts(models, mesh, dict(setup.sharding))
 
     def connect(self, setup: AxisSetup) -> None:
