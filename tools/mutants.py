@@ -2284,7 +2284,7 @@ MUTANTS = [
     Mutant(
         "writes beside the shards are not noticed",
         "dream_trainer/parallel/sharded_model.py",
-        "            if now != before:\n",
+        "            if write_count(parameter.whole) != before:\n",
         "            if False:\n",
         "tests/trainer/test_whole_weights.py -k shards",
     ),
