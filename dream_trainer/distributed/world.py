@@ -47,7 +47,6 @@ from dream_trainer.errors import ConfigError, StepError
 if TYPE_CHECKING:
     from dream_trainer.distributed.heartbeat import Heartbeat
 
-MESH_DIMS = MeshShape._fields
 # How long a rank with an exception waits for the others to have one too: they may still be at their last step.
 _ALONE_AFTER_SECONDS = 5.0
 
@@ -235,7 +234,7 @@ class World(Ranks):
         sizes = {name: size for name, size in vars(self._parameters).items() if type(size) is int}
         mesh = {**self.mesh_shape._asdict(), **sizes}  # laid in two ways, it would hang
         refuse_differences(self, {"mesh": mesh}, "Use the same device_parameters on every rank.")
-        lay = partial(init_device_mesh, self.device.type, mesh_dim_names=MESH_DIMS)
+        lay = partial(init_device_mesh, self.device.type, mesh_dim_names=MeshShape._fields)
         self.mesh = self.parameter_mesh = lay(tuple(self.mesh_shape))
         keep_own_generators(self.mesh)
         if self.parameter_shape != self.mesh_shape:
