@@ -189,7 +189,7 @@ def as_tuple(output: Any) -> tuple[Tensor, ...]:
 def new_schedule(name: str, stages: Sequence[ScheduledStage], microbatches: int) -> Callable[[bool, bool], None]:
     """A schedule of `stages`, to be called with whether this rank has the first stage and the last."""
     kind: Any = schedules.get_schedule_class(name)
-    own = stages[0] if issubclass(kind, schedules.PipelineScheduleSingle) else list(stages)
+    own: Any = stages[0] if issubclass(kind, schedules.PipelineScheduleSingle) else list(stages)
     # Without `scale_grads` gradients add up; by default all that are there would be divided after each batch.
     schedule = kind(own, microbatches, loss_fn=lambda loss, number: loss, scale_grads=False)
     numbers = torch.arange(microbatches)
