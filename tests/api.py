@@ -42,8 +42,7 @@ _NAMES = {
     "dream_trainer.compat.fully_shard": "as_one_backward watch_gradients",
     "dream_trainer.gradient_state": "GradientState",
     "dream_trainer.compat.pipelining": (
-        "LOOPED ONE_STAGE SCHEDULES ScheduledStage V_SHAPED as_tuple "
-        "new_schedule ranks_of_stages refresh_copy shallow_copy"
+        "ScheduledStage as_tuple new_schedule ranks_of_stages refresh_copy shallow_copy"
     ),
     "dream_trainer.compat.pytorch": (
         "EXPENSIVE_OPERATIONS TCPStore ValueReads all_gather_flat gathered_twins "
@@ -111,7 +110,6 @@ _NAMES = {
     "dream_trainer.parallel.mixture_of_experts": "GatedExperts MoE _grouped",
     "dream_trainer.parallel.joined_buffers": "JoinedBuffers",
     "dream_trainer.modules.metrics": "computed",
-    "dream_trainer.parallel.parallel_models": "naming_what_is_elsewhere",
     "dream_trainer.parallel.pipeline_stages": (
         "NumberedAsWhole check_stages even_stages keep_only number_lists stages_of_models"
     ),

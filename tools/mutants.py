@@ -154,7 +154,7 @@ MUTANTS = [
     Mutant(
         "hooks on gradients do not follow a parameter that is made real",
         "dream_trainer/meta/realize.py",
-        "        keep_hooks(old)\n",
+        "        share_hooks(old, old)\n",
         "",
         "tests/trainer/test_gradient_hooks.py -k by_hand",
     ),
@@ -1100,7 +1100,7 @@ MUTANTS = [
     Mutant(
         "shards of experts are averaged as if ranks that share layers had other tokens",
         "dream_trainer/parallel/axis.py",
-        "Part(copies, degree / setup.world.data_copies)",
+        "Part(copies, degree / world.data_copies)",
         "Part(copies, degree)",
         "tests/trainer/test_expert_parallel.py --all -k 8",
     ),
@@ -1373,7 +1373,7 @@ MUTANTS = [
     Mutant(
         "running statistics of a model in a loss stay where the last stage is",
         "dream_trainer/trainer/step/tied_gradients.py",
-        "                dist.broadcast(local_tensor(buffer), source, group=self._stages)\n",
+        "                dist.broadcast(local_tensor(buffer), group=self._stages, group_src=source)\n",
         "                pass\n",
         "tests/trainer/test_pipeline_models.py -k critic",
     ),
@@ -2298,7 +2298,7 @@ MUTANTS = [
     Mutant(
         "writes beside the shards are not noticed",
         "dream_trainer/parallel/sharded_model.py",
-        "            if now != before:\n",
+        "            if write_count(parameter.whole) != before:\n",
         "            if False:\n",
         "tests/trainer/test_whole_weights.py -k shards",
     ),

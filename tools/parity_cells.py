@@ -10,7 +10,6 @@ from functools import cache
 from typing import Any, Literal, NamedTuple, get_args
 
 import dream_trainer as dt
-from dream_trainer.compat.pipelining import ONE_STAGE
 from dream_trainer.config.device_parameters import PipelineSchedule
 from dream_trainer.errors import ConfigError
 
@@ -76,7 +75,7 @@ class Cell(NamedTuple):
     @property
     def stages(self) -> int:
         """Those of its pipeline."""
-        return self.pp * (1 if self.schedule in ONE_STAGE else 2)
+        return self.pp * (1 if self.schedule in ("1F1B", "GPipe") else 2)
 
     @property
     def pipeline_parameters(self) -> dt.PipelineParallelParameters:

@@ -14,7 +14,6 @@ from dream_trainer.compat.pytorch import local_tensor
 from dream_trainer.config.parameter_class import is_ours
 from dream_trainer.config.serialize import leaves, to_dict
 from dream_trainer.data.loader import loader_batch_size
-from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.errors import in_a_line
 from dream_trainer.events.callback import Callback
 from dream_trainer.modules.class_change import own_class
@@ -152,7 +151,7 @@ class TrainerSummary(Callback):
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
         world, parameters = trainer.world, trainer.config.training_parameters
-        mesh = " x ".join(f"{name} {size}" for name, size in zip(MESH_DIMS, world.mesh_shape, strict=True) if size > 1)
+        mesh = " x ".join(f"{name} {size}" for name, size in world.mesh_shape._asdict().items() if size > 1)
         limits = ("n_epochs", "max_steps", "max_samples", "max_tokens", "max_time")
         set_limits = [f"{name}={value}" for name in limits if (value := getattr(parameters, name)) is not None]
         batch_size, accumulation = loader_batch_size(trainer.train_dataloader), trainer.accumulation_steps

@@ -94,9 +94,6 @@ def options_of_mode(mode: str | None) -> dict[str, Any]:
     return {**list_mode_options(mode)} if mode else {}
 
 
-# -- Collectives in graphs, and results of running ones as inputs of compiled code (`AsyncCollectiveTensor` is private).
-
-
 class _Waited(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, running: Any) -> Tensor:

@@ -12,23 +12,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-    schedules,
-)
+from torch.distributed.pipelining import PipelineStage, schedules
 
 from dream_trainer.compat.pytorch import after_accumulation, local_tensor, with_local
-
-ONE_STAGE = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
-LOOPED = {"Interleaved1F1B": ScheduleInterleaved1F1B, "InterleavedZeroBubble": ScheduleInterleavedZeroBubble}
-V_SHAPED = {"ZBVZeroBubble": ScheduleZBVZeroBubble, "DualPipeV": ScheduleDualPipeV}
-SCHEDULES = ONE_STAGE | LOOPED | V_SHAPED
 
 _OWN_OF_A_COPY = ("_parameters", "_buffers", "_modules")
 """Attributes that `shallow_copy` does not share with the module; nor does it share the compiled call."""
@@ -202,8 +188,8 @@ def as_tuple(output: Any) -> tuple[Tensor, ...]:
 
 def new_schedule(name: str, stages: Sequence[ScheduledStage], microbatches: int) -> Callable[[bool, bool], None]:
     """A schedule of `stages`, to be called with whether this rank has the first stage and the last."""
-    kind: Any = SCHEDULES[name]
-    own = stages[0] if name in ONE_STAGE else list(stages)
+    kind: Any = schedules.get_schedule_class(name)
+    own: Any = stages[0] if issubclass(kind, schedules.PipelineScheduleSingle) else list(stages)
     # Without `scale_grads` gradients add up; by default all that are there would be divided after each batch.
     schedule = kind(own, microbatches, loss_fn=lambda loss, number: loss, scale_grads=False)
     numbers = torch.arange(microbatches)
@@ -223,7 +209,7 @@ def new_schedule(name: str, stages: Sequence[ScheduledStage], microbatches: int)
 
 def ranks_of_stages(name: str, n_ranks: int, stages_per_rank: int) -> list[int]:
     """Which rank of a pipeline has each stage: one after the other, from the first again, or back from the last."""
-    if name in V_SHAPED:
+    if name in ("ZBVZeroBubble", "DualPipeV"):
         return [*range(n_ranks), *reversed(range(n_ranks))]
     return list(range(n_ranks)) * stages_per_rank
 

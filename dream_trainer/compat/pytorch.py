@@ -433,13 +433,12 @@ AnyBatchNorm = nn.modules.batchnorm._BatchNorm
 NormWithStatistics = nn.modules.batchnorm._NormBase
 
 
-# -- Random operations on DTensors on a GPU draw from a tracker. PyTorch makes it at the first one of a process, by a
-# collective that copies rank 0's generator to the whole world: data-parallel ranks would draw equal numbers in dropout
-# from then on, and wait for stages that run no such operation.
-
-
 def keep_own_generators(mesh: DeviceMesh) -> None:
-    """Makes DTensors draw from each rank's own generator; call it before any of them draws."""
+    """Makes DTensors draw from each rank's own generator; call it before any of them draws.
+
+    On a GPU they draw from a tracker. PyTorch makes it at the first random operation of a process, by a collective that
+    copies rank 0's generator to the whole world: data-parallel ranks would draw equal numbers in dropout from then on,
+    and wait for stages that run no such operation."""
     if mesh.device_type == "cpu":
         return
     from torch.distributed.tensor._random import manual_seed
@@ -466,21 +465,12 @@ def steps_taken(scheduler: LRScheduler | ReduceLROnPlateau) -> int:
 OfTensors = WeakTensorKeyDictionary  # a value for each tensor, also when its python object dies and comes back
 
 
-def keep_hooks(tensor: Tensor) -> None:
-    """After a swap: calls the hooks that were set before it, and those to come."""
-    if tensor._backward_hooks is not None:
-        tensor._backward_hooks = tensor._backward_hooks
-    if tensor._post_accumulate_grad_hooks is not None:
-        tensor._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
-
-
-def share_hooks(parameter: nn.Parameter, former: nn.Parameter) -> None:
-    """Makes autograd call the hooks of `former` for `parameter`, also those that are set or removed later."""
-    if former._backward_hooks is not None and parameter._backward_hooks is not former._backward_hooks:
-        parameter._backward_hooks = former._backward_hooks
-    hooks = former._post_accumulate_grad_hooks
-    if hooks is not None and parameter._post_accumulate_grad_hooks is not hooks:
-        parameter._post_accumulate_grad_hooks = hooks
+def share_hooks(tensor: Tensor, former: Tensor) -> None:
+    """Makes autograd call the hooks of `former` for `tensor`, also later ones. A swapped tensor needs it of itself."""
+    if former._backward_hooks is not None:
+        tensor._backward_hooks = former._backward_hooks
+    if former._post_accumulate_grad_hooks is not None:
+        tensor._post_accumulate_grad_hooks = former._post_accumulate_grad_hooks
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
@@ -507,8 +497,6 @@ def after_accumulation(parameters: Iterable[nn.Parameter]) -> None:
             for hook in tuple(parameter._post_accumulate_grad_hooks.values()):
                 hook(parameter)
 
-
-# -- Named operations, and activation checkpointing.
 
 StopRecomputation = _StopRecomputationError
 """Ends the second run of a checkpointed forward when all that its backward needs is there."""

@@ -126,14 +126,12 @@ def _facts(place: HostPlace) -> dict[str, str]:
     } | {f"the digest of {name}'s code": digest for name, digest in code.items()}
 
 
-# -- The address where other hosts reach this one: found, or refused, before a process group waits for it in vain.
-#
-# Gloo takes the address of `GLOO_SOCKET_IFNAME`. Without it, it takes the one that this host's name resolves to, which
-# is the loopback on many systems. Between hosts that ends in time-outs, minutes later on some ranks than on others.
-
-
 def take_reachable_interface(master_address: str, master_port: int) -> None:
-    """Sets `GLOO_SOCKET_IFNAME` to an interface that other hosts reach, if gloo would take the loopback."""
+    """Sets `GLOO_SOCKET_IFNAME` to an interface that other hosts reach, if gloo would take the loopback.
+
+    Without it, gloo takes the address that this host's name resolves to, which is the loopback on many systems. Between
+    hosts that ends in time-outs, minutes later on some ranks than on others.
+    """
     if not sys.platform.startswith("linux"):
         return
     addresses = interface_addresses()

@@ -112,9 +112,6 @@ def _agree_on_attempt(store: Store, rank: int, world_size: int, timeout: timedel
 
 def _connect(rank: int, world_size: int, timeout: timedelta) -> tuple[Store, bool]:
     """A connection to the job's store, and whether the agent has it, and so keeps it over attempts."""
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise ConfigError(f"WORLD_SIZE={world_size} but {' and '.join(missing)} are not set. Start with torchrun.")
     port = os.environ["MASTER_PORT"]
     if not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ConfigError(
@@ -236,14 +233,12 @@ def first_to_fail(store: Store | None, rank: int, dead: Callable[[], int | None]
         return rank
 
 
-# -- Which rank died, when a rank only knows that a connection closed: each rank has recorded its process number.
-
-
 class LostHostError(RuntimeError):
     """Ends the other ranks when a host of the job is gone, or cannot be reached. It must not be caught."""
 
 
 def announce(store: Store, rank: int) -> None:
+    """Records this rank's process, for `dead_ranks` of a rank that only knows that a connection closed."""
     store.set(f"process/{rank}", f"{os.getpid()} {socket.gethostname()}")
 
 

@@ -194,9 +194,6 @@ def from_main_rank(world: Ranks, task: str, function: Callable[[], T]) -> T:
     return cast(T, world.broadcast_object(on_all_ranks(world, task, lambda: function() if world.is_main else None)))
 
 
-# -- Facts that must be equal on all ranks, compared before the run trains something wrong or hangs.
-
-
 def refuse_differences(ranks: Ranks, facts: Mapping[str, Any], advice: str, *, among: int = 0) -> None:
     """Raises RanksDifferError on every rank if facts differ; a collective, of digests first."""
     for of_group in differing_facts(ranks, facts, among=among):

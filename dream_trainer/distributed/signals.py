@@ -195,11 +195,9 @@ def may_be_restarted() -> bool:
     return int(count) < int(most)
 
 
-# -- Signals of one rank reach all.
-
-
 @contextmanager
 def relayed(signals: Signals, store: Store | None) -> Iterator[None]:
+    """Inside, signals of one rank reach all."""
     if store is None or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -93,8 +93,7 @@ class Watchdog:
             limit = self.patient_limit_seconds if self._patient_depth else self.limit_seconds()
             if (where, self._patience_changes) != seen:
                 seen, since = (where, self._patience_changes), now
-            left = max(since + limit - now, 0.0)
-            faulthandler.dump_traceback_later(left + GRACE_SECONDS, file=file, exit=True)
+            faulthandler.dump_traceback_later(max(since + limit - now, 0.0) + GRACE_SECONDS, file=file, exit=True)
             if now - since > limit:
                 self._end_job(f"rank {self.rank} made no progress for {now - since:.0f} s ({where})", where)
             if now - asked > ASK_SECONDS:

@@ -47,7 +47,6 @@ from dream_trainer.errors import ConfigError, StepError
 if TYPE_CHECKING:
     from dream_trainer.distributed.heartbeat import Heartbeat
 
-MESH_DIMS = MeshShape._fields
 # How long a rank with an exception waits for the others to have one too: they may still be at their last step.
 _ALONE_AFTER_SECONDS = 5.0
 
@@ -167,15 +166,15 @@ class World(Ranks):
         return self.mesh_shape.setting("cp") if self.mesh_shape.cp > 1 else ""
 
     def send_numbers(self, numbers: list[int], to: int, group: dist.ProcessGroup) -> tuple[dist.Work, Tensor]:
-        """Sends a rank of `group` numbers that it does not know; to be waited for."""
+        """Sends a rank of `group`, by its place there, numbers that it does not know; to be waited for."""
         tensor = torch.tensor(numbers, device=self.device)
-        work = dist.isend(tensor, to, group=group)
+        work = dist.isend(tensor, group=group, group_dst=to)
         assert work is not None  # this rank is of the group
         return work, tensor
 
     def receive_numbers(self, count: int, source: int, group: dist.ProcessGroup) -> list[int]:
         numbers = torch.empty(count, dtype=torch.int64, device=self.device)
-        dist.recv(numbers, source, group=group)
+        dist.recv(numbers, group=group, group_src=source)
         found: list[int] = numbers.tolist()
         return found
 
@@ -235,7 +234,7 @@ class World(Ranks):
         sizes = {name: size for name, size in vars(self._parameters).items() if type(size) is int}
         mesh = {**self.mesh_shape._asdict(), **sizes}  # laid in two ways, it would hang
         refuse_differences(self, {"mesh": mesh}, "Use the same device_parameters on every rank.")
-        lay = partial(init_device_mesh, self.device.type, mesh_dim_names=MESH_DIMS)
+        lay = partial(init_device_mesh, self.device.type, mesh_dim_names=MeshShape._fields)
         self.mesh = self.parameter_mesh = lay(tuple(self.mesh_shape))
         keep_own_generators(self.mesh)
         if self.parameter_shape != self.mesh_shape:
@@ -402,10 +401,6 @@ def close_at_exit(world: World) -> None:
     atexit.register(leave)
 
 
-# -- A gather that passes gradients. Its backward is the sum over ranks of the gradients of this one's rows; each is the
-# other's backward, so second gradients are exact too.
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -420,7 +415,7 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(values: Tensor, operation: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]) -> Tensor:
-    """`operation(values)`; its backward is `adjoint`, whose backward is `operation` again."""
+    """`operation(values)`; its backward is `adjoint`, and the other way round, so second gradients are exact too."""
     result: Tensor = _Linear.apply(values, operation, adjoint)  # type: ignore[no-untyped-call]
     return result
 
@@ -462,17 +457,17 @@ def make_groups(world_size: int, shape: MeshShape, workers: int) -> tuple[dist.P
     of_stage = world_size // shape.pp
     stages = [ranks[first : first + of_stage] for first in range(0, world_size, of_stage)]
     same_data = [stage[place :: shape.tp] for stage in stages for place in range(shape.tp)]
-    data = _own(same_data) if len(same_data) > 1 else None
+    data = own_group(same_data) if len(same_data) > 1 else None
     if workers == 1:
-        return data, _own(stages) if shape.pp > 1 else None, None
+        return data, own_group(stages) if shape.pp > 1 else None, None
     size = world_size // workers
     within = [ranks[first : first + size] for first in range(0, world_size, size)]
-    return data, _own(within), _own([ranks[place::size] for place in range(size)])
+    return data, own_group(within), own_group([ranks[place::size] for place in range(size)])
 
 
-def _own(groups: list[list[int]]) -> dist.ProcessGroup:
-    group, _ = dist.new_subgroups_by_enumeration(groups)
-    return cast("dist.ProcessGroup", group)
+def own_group(groups: list[list[int]], **options: Any) -> dist.ProcessGroup:
+    """This rank's group of those that divide all ranks."""
+    return cast("dist.ProcessGroup", dist.new_subgroups_by_enumeration(groups, **options)[0])
 
 
 def ranks_of_host(world: World, host: int) -> list[int]:
@@ -484,6 +479,6 @@ def on_host(world: World, beside: Ranks, *, timeout_seconds: float) -> Ranks:
     if world.n_hosts == 1:
         return beside
     hosts = [ranks_of_host(world, host) for host in range(world.n_hosts)]
-    group, _ = dist.new_subgroups_by_enumeration(hosts, timeout=timedelta(seconds=timeout_seconds), backend="gloo")
+    group = own_group(hosts, timeout=timedelta(seconds=timeout_seconds), backend="gloo")
     own = hosts[world.host_number]
-    return Ranks(own.index(world.rank), len(own), cast("dist.ProcessGroup", group))
+    return Ranks(own.index(world.rank), len(own), group)

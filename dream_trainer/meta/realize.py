@@ -26,10 +26,10 @@ from torch.nn.parameter import is_lazy
 
 from dream_trainer.compat.pytorch import (
     is_dtensor,
-    keep_hooks,
     local_tensor,
     reset_attention_parameters,
     second_lists,
+    share_hooks,
     without_torch_function,
 )
 from dream_trainer.errors import InitError
@@ -335,7 +335,7 @@ def put(place: MetaPlace, real: Tensor) -> None:
     vars(real).update(vars(old))
     try:
         torch.utils.swap_tensors(old, real)
-        keep_hooks(old)
+        share_hooks(old, old)
     except RuntimeError:
         if not place.slots:
             raise InitError(

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dream_trainer.checks import divisors, refuse, spell
 from dream_trainer.compat.compiler import options_of_mode, waited, why_memory_is_not_shared
 from dream_trainer.compat.pytorch import is_dtensor
-from dream_trainer.distributed.world import World
+from dream_trainer.distributed.world import World, own_group
 from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.gradient_state import ModelPart
 from dream_trainer.modules.class_change import Changed, change_class
@@ -135,10 +134,16 @@ class MeshParallelism(Parallelism):
         if not self.is_among_data:
             assert setup.world.parameter_mesh is not None  # there are several ranks
             return setup.world.parameter_mesh
-        degree = self.value(setup.config)
-        mesh = lay_mesh_among_data(setup.world, self.dimension, degree)
-        copies = ranks_with_one_part(setup.world, mesh)
-        setup.parallel.gradients.parts[self.dimension] = ModelPart(copies, degree / setup.world.data_copies)
+        world, degree = setup.world, self.value(setup.config)
+        mesh = lay_mesh_among_data(world, self.dimension, degree)
+        copies: ProcessGroup | None = None  # the ranks with this one's place among those of the dimension
+        if mesh["dp_shard"].size() > 1:
+            groups = mesh.mesh.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)
+            copies = own_group(groups.tolist())
+            world.further_groups.append(copies)
+        elif mesh["dp_replicate"].size() > 1:
+            copies = mesh["dp_replicate"].get_group()
+        setup.parallel.gradients.parts[self.dimension] = ModelPart(copies, degree / world.data_copies)
         return mesh
 
 
@@ -158,20 +163,6 @@ def lay_mesh_among_data(world: World, dimension: str, degree: int) -> DeviceMesh
     mesh = DeviceMesh(world.device.type, ranks, mesh_dim_names=("pp", "dp_replicate", "dp_shard", dimension))
     world.further_groups.extend(mesh.get_all_groups())  # so that they take its time-outs
     return mesh
-
-
-def ranks_with_one_part(world: World, mesh: DeviceMesh) -> ProcessGroup | None:
-    """The ranks that have the same place as this one in the last dimension of `mesh`; None if there are no others."""
-    if mesh["dp_shard"].size() == 1:
-        copies = mesh["dp_replicate"]
-        return copies.get_group() if copies.size() > 1 else None
-    groups = mesh.mesh.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)
-    group = cast("ProcessGroup", dist.new_subgroups_by_enumeration(groups.tolist())[0])
-    world.further_groups.append(group)
-    return group
-
-
-# -- The parallelisms of this package.
 
 
 def options_of_overlap(mode: str | None) -> dict[str, Any]:
@@ -252,15 +243,15 @@ class ExpertParallelism(MeshParallelism):
         parts = modules_of_experts(models.values())
         if not any(world.all_gather_object(bool(parts))):
             raise HookError(
-                f"{type(setup.hooks).__name__}.{self.hook} split no experts: each rank would have all of them. Call "
-                f"split_experts there for each module of stacked weights, or set {self.setting}=1."
+                f"{type(setup.hooks).__name__}.{self.hook} split no experts: each rank would have all of them. Use "
+                "layers of dream_trainer.modules.MoE, or call split_experts there for each module of stacked weights, "
+                f"or set {self.setting}=1."
             )
         for part in parts:
             if world.data_copies > 1 and world.parameter_mesh is not None:  # ranks that share layers have the same rows
                 vars(part)["exchange"].divide_rows(world.parameter_mesh["tp"])
             if setup.config.device_parameters.compile:  # sizes of the exchange change in each forward
-                forward = torch.compiler.disable(type(part).forward)
-                change_class(part, Changed, key="out of graphs", forward=forward)
+                change_class(part, Changed, key="out of graphs", forward=torch.compiler.disable(type(part).forward))
         shard_experts(models, mesh, dict(setup.sharding))
 
     def connect(self, setup: AxisSetup) -> None:

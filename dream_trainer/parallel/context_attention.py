@@ -190,17 +190,15 @@ class UlyssesAttention(ContextAttention):
         return self.parts.exchanged(by_rank).movedim(0, 1).flatten(1, 2)
 
 
-# -- Inside a context-parallel step: calls of attention go to ours.
-#
-# A model needs no change if only `scaled_dot_product_attention` looks at other positions. Any other such code would
-# only see this rank's positions: the first step's verification finds it (`parallel/verify.py`).
-
-
 _BY_OPERATION = torch.ops.aten.scaled_dot_product_attention
 
 
 class AttentionTakeover(TorchFunctionMode):
-    """Inside, some functions of PyTorch and of this package are replaced by their handlers."""
+    """Inside, as in a context-parallel step, some functions of PyTorch and this package are replaced by their handlers.
+
+    A model needs no change if only `scaled_dot_product_attention` looks at other positions. Any other such code would
+    only see this rank's positions: the first step's verification finds it (`parallel/verify.py`).
+    """
 
     def __init__(self, attention: ContextAttention, further: Mapping[Any, Callable[..., Any]]) -> None:
         super().__init__()
@@ -240,13 +238,13 @@ class AttentionTakeover(TorchFunctionMode):
             self.__enter__()  # type: ignore[no-untyped-call]
 
 
-# -- The positions of a sequence that each rank has, and the collectives that join or exchange its parts.
-#
-# For causal work each rank has two chunks: one from the front (its queries see few keys) and one from the end.
-
-
 class SequenceParts:
-    def __init__(self, rank: int, size: int, group: ProcessGroup | None, *, is_balanced: bool) -> None:
+    """The positions of a sequence that each rank has, and the collectives that join or exchange its parts.
+
+    For causal work each rank has two chunks: one from the front (its queries see few keys) and one from the end.
+    """
+
+    def __init__(self, rank: int, size: int, group: ProcessGroup, *, is_balanced: bool) -> None:
         self.size = size
         self.n_chunks = 2 * size if is_balanced else size  # chunks of a sequence
         self._chunks_of = [(r, 2 * size - 1 - r) if is_balanced else (r,) for r in range(size)]
@@ -275,7 +273,6 @@ class SequenceParts:
         return linear(by_rank, self.exchange, self.exchange)
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
-        assert self._group is not None
         part = part.contiguous()
         if is_traced(part):
             parts = gathered_in_graph(part.flatten(), self.size, self._group).view(self.size, *part.shape)
@@ -288,14 +285,12 @@ class SequenceParts:
 
     def sum_of_own(self, whole: Tensor, dim: int) -> Tensor:
         """The sum over ranks of this one's positions of `whole`, without gradients."""
-        assert self._group is not None
         every = torch.stack([self._part(whole, dim, chunks) for chunks in self._chunks_of])
         if is_traced(every):
             return summed_in_graph(every.flatten(), self.size, self._group).view(every.shape[1:])
         return summed_rows(every, self._group)[0]
 
     def exchange(self, by_rank: Tensor) -> Tensor:
-        assert self._group is not None
         by_rank = by_rank.contiguous()
         if is_traced(by_rank):
             return exchanged_in_graph(by_rank.flatten(), self.size, self._group).view(by_rank.shape)
@@ -306,9 +301,6 @@ class SequenceParts:
     def _part(self, whole: Tensor, dim: int, chunks: tuple[int, ...]) -> Tensor:
         length = whole.shape[dim] // self.n_chunks
         return torch.cat([whole.narrow(dim, chunk * length, length) for chunk in chunks], dim)
-
-
-# -- Compiled blocks.
 
 
 class SharedBlock(CompiledInside, Changed):

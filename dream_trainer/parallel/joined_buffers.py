@@ -16,12 +16,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from dream_trainer.checks import check_choice, check_pattern
-from dream_trainer.compat.pytorch import (
-    NormWithStatistics,
-    foreach_copy_,
-    is_persistent,
-    local_tensor,
-)
+from dream_trainer.compat.pytorch import NormWithStatistics, foreach_copy_, is_persistent, local_tensor
 from dream_trainer.distributed.ranks import Ranks, differing_facts, refuse_differences
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.parallel.micro_batches import digest
@@ -165,13 +160,10 @@ def _take_first(values: Sequence[Tensor], group: dist.ProcessGroup | None) -> No
         value.copy_(part.clone().view(value.dtype).view(value.shape))  # a part may begin between two elements
 
 
-# -- Weights that are real before they are sharded, made the same on all ranks: user code may have drawn them from
-# unseeded generators. Weights on the meta device are the same bits everywhere by construction.
-
-
 @torch.no_grad()
 def make_equal(models: Mapping[str, nn.Module], world: Ranks) -> list[str]:
-    """Gives all ranks rank 0's values of real weights that differ, and returns their names; a collective."""
+    """Gives all ranks rank 0's values of real weights that differ, as drawn from unseeded generators, and returns their
+    names; a collective. Those on the meta device are the same bits everywhere by construction."""
     if world.world_size == 1:
         return []
     tensors = {

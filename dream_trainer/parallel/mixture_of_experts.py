@@ -218,9 +218,6 @@ def is_shared_by_experts(parameter: nn.Parameter) -> bool:
     return dim_of_part(parameter, "ep") is not None
 
 
-# -- Where models' experts lie on the ranks, once `apply_expert_parallel` has split them: over ep, and over fsdp.
-
-
 def modules_of_experts(models: Iterable[nn.Module]) -> list[nn.Module]:
     """The modules with own parameters that ranks share by experts."""
     parts = dict.fromkeys(part for model in models for part in model.modules())
@@ -236,21 +233,17 @@ def shard_experts(models: Mapping[str, nn.Module], mesh: DeviceMesh, config: dic
         return
     dims = ("dp_replicate", "dp_shard") if mesh["dp_replicate"].size() > 1 else ("dp_shard",)
     for module in modules_of_experts(models.values()):
-        placement = partial(_placement, shards=shards, owner=type(module).__name__)
-        fully_shard(module, mesh=mesh[dims], shard_placement_fn=placement, **config)
+        fully_shard(module, mesh=mesh[dims], shard_placement_fn=partial(_placement, shards=shards), **config)
 
 
-def _placement(parameter: nn.Parameter, *, shards: int, owner: str) -> Any:
+def _placement(parameter: nn.Parameter, *, shards: int) -> Any:
     """Along a dimension that can be shared evenly; the first is that of the experts."""
     from torch.distributed.tensor import Shard
 
     for dim in range(1, parameter.ndim):
         if parameter.shape[dim] % shards == 0:
             return Shard(dim)
-    raise ConfigError(
-        f"a weight {list(parameter.shape)} of {owner} cannot be sharded evenly over {shards} ranks, in addition to its "
-        "experts over expert_parallel. Use a width that they divide, or another dp_shard."
-    )
+    return Shard(1)  # which `fully_shard` refuses
 
 
 Scores = Literal["sigmoid", "softmax"]

@@ -99,9 +99,9 @@ class ParallelModels:
 
     def join_buffers(self) -> None:
         """Makes buffers equal on all ranks by their policies, and runs `after_steps`; a collective."""
-        group = None if self._world is None else self._world.averaging_group()
-        if self.buffers is not None and self._world is not None and group is not None:
-            self.buffers.join(self._world, group)
+        world = self._world
+        if self.buffers is not None and world is not None and (group := world.averaging_group()) is not None:
+            self.buffers.join(world, group)
         for change in self.after_steps:
             change()
 
@@ -229,8 +229,7 @@ class ParallelModels:
         """Inside, optimizers are built, and lists of parameters hold those of steps; a collective on all ranks."""
         made_of_whole = MadeOfWhole(self._whole_of.values())
         touchable, self._touchable = self._touchable, None
-        named = naming_what_is_elsewhere() if self.stages else _NOTHING
-        with self.whole(), made_of_whole if self.whole_in_steps else _NOTHING, named:
+        with self.whole(), made_of_whole if self.whole_in_steps else _NOTHING:
             yield
         self._touchable = touchable
         shards, parts = self.gradients.shard_of, {}
@@ -276,35 +275,11 @@ class ParallelModels:
         self._is_whole = False
 
 
-@contextmanager
-def naming_what_is_elsewhere() -> Iterator[None]:
-    """Inside, an error of code that asks a part of a model for what other stages hold says so."""
-    try:
-        yield
-    except (ValueError, AttributeError) as error:
-        is_none = isinstance(error, AttributeError) and error.name is not None and error.obj is None
-        if is_none or str(error) == "optimizer got an empty parameter list":
-            error.add_note(
-                "Under pipeline_parallel each rank only has the layers of its stages, and None instead of others. "
-                "Check `is not None` first, or leave it to the model's forward. Choose an optimizer's parameters by "
-                'their names, and give them to it as a group, which may be empty: AdamW([{"params": [p for name, p in '
-                'self.model.named_parameters() if name.startswith("head.")]}]).'
-            )
-        raise
-
-
 def _refuse_to_load(*_: Any) -> None:
     raise StepError(
         "load_state_dict() was called inside gathered(), whose weights are copies that are gone at its end. Call it "
         "outside, with sharded values, or use load_weights in load_pretrained()."
     )
-
-
-# -- Optimizers of parameters that are shards between steps: their contents are swapped with the parameters.
-#
-# `configure_optimizers` runs with whole parameters, and `Optimizer.step` with shards. So parameters are swapped in
-# groups, in the keys of `state`, and in an optimizer's own attributes (lists, dicts, tuples, other optimizers). Tensors
-# that a constructor made from whole parameters (copies of weights, or state) are cut.
 
 
 class MadeOfWhole(TorchFunctionMode):
@@ -328,6 +303,13 @@ class MadeOfWhole(TorchFunctionMode):
 
 
 class WholeOptimizers:
+    """Optimizers of parameters that are shards between steps: their contents are swapped with the parameters.
+
+    `configure_optimizers` runs with whole parameters, and `Optimizer.step` with shards. So parameters are swapped in
+    groups, in the keys of `state`, and in an optimizer's own attributes (lists, dicts, tuples, other optimizers).
+    Tensors that a constructor made from whole parameters (copies of weights, or state) are cut.
+    """
+
     def __init__(self, optimizers: Callable[[], Iterable[Optimizer]]) -> None:
         self._optimizers = optimizers
         self._attributes: list[tuple[Optimizer, str]] = []

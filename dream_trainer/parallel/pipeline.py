@@ -357,12 +357,6 @@ def _refuse_uneven(shapes: list[Any]) -> None:
     raise DataError(f"micro-batches have outputs that are not of one shape: {shapes}. Give outputs of one shape.")
 
 
-# -- Transfers between the ranks of a pipeline outside a schedule: from stage to stage without gradients, and from the
-# last to all.
-#
-# DTensors that tensor parallelism splits are sent as each rank's part, to the rank that has the same part there.
-
-
 Message = tuple["dist.Work", Tensor]  # in flight, with the sent tensor
 
 _HEADER = 64  # numbers that describe a message: its number of tensors, and each one's kind, dimensions and sizes
@@ -374,6 +368,9 @@ PLAIN, WHOLE = -2, -1  # layouts of no DTensor, and of one that each rank has; o
 
 
 class StageMessages:
+    """Transfers outside a schedule: from stage to stage without gradients, and from the last to all. DTensors that
+    tensor parallelism splits are sent as each rank's part, to the rank that has the same part there."""
+
     def __init__(self, world: World, last: int) -> None:
         group = world.stage_group()
         assert group is not None  # there are several stages
@@ -405,23 +402,21 @@ class StageMessages:
             header += [_DTYPES.index(part.dtype), int(tensor.requires_grad), layout_of(tensor), part.ndim, *part.shape]
         if len(header) > _HEADER:
             raise HookError(f"a stage gave {len(tensors)} tensors to the next one, more than fit in a message.")
-        to = dist.get_global_rank(self.group, rank)
-        sent = [self._world.send_numbers(header + [0] * (_HEADER - len(header)), to, self.group)]
+        sent = [self._world.send_numbers(header + [0] * (_HEADER - len(header)), rank, self.group)]
         for message in [part.detach().contiguous() for part in self.parts(tensors)]:
-            work = dist.isend(message, to, group=self.group)
+            work = dist.isend(message, group=self.group, group_dst=rank)
             assert work is not None  # this rank is of the group
             sent.append((work, message))
         return sent
 
     def receive(self, rank: int) -> tuple[Tensor, ...]:
-        source = dist.get_global_rank(self.group, rank)
-        count, *rest = self._world.receive_numbers(_HEADER, source, self.group)
+        count, *rest = self._world.receive_numbers(_HEADER, rank, self.group)
         received = []
         for _ in range(count):
             dtype, needs_gradient, layout, ndim, *rest = rest
             sizes, rest = rest[:ndim], rest[ndim:]
             part = torch.empty(sizes, dtype=_DTYPES[dtype], device=self._device)
-            dist.recv(part, source, group=self.group)
+            dist.recv(part, group=self.group, group_src=rank)
             received.append(self._of_layout(part.requires_grad_(bool(needs_gradient)), layout))
         return tuple(received)
 

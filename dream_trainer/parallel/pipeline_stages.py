@@ -231,8 +231,8 @@ class Apart:
             outputs = list(pipeline.forward([(args, kwargs)], self._run))
         self._refuse_failures(HookError)
         form = [map_tensors(without_value, outputs[0])] if outputs else [None]
-        source = dist.get_global_rank(self.group, pipeline.messages.last)
-        dist.broadcast_object_list(form, source, group=self.group, device=pipeline.world.device)
+        last, device = pipeline.messages.last, pipeline.world.device
+        dist.broadcast_object_list(form, group=self.group, group_src=last, device=device)
         return outputs[0] if outputs else form[0]
 
     def buffers(self, path: str) -> list[Tensor]:

@@ -13,18 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.autograd import Function
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from dream_trainer.compat.pytorch import (
-    is_dtensor,
-    local_tensor,
-    with_local,
-    without_hooks,
-    without_torch_function,
-)
+from dream_trainer.compat.pytorch import is_dtensor, local_tensor, with_local, without_hooks, without_torch_function
+from dream_trainer.distributed.world import linear
 from dream_trainer.modules.forward_state import ForwardState
 from dream_trainer.parallel.sharding import dim_of_part, fsdp_modules, local_indices
 
@@ -227,23 +221,12 @@ class PlainRun:
     def _gathered(self, name: str) -> Tensor:
         if not self._tensors.is_trained(name):
             return self._tensors[name]
-        gather, note = partial(self._tensors.__getitem__, name), partial(self.gradients.add_whole, name)
-        found: Tensor = _Gathered.apply(self.anchor, gather, note)  # type: ignore[no-untyped-call]
-        return found
 
+        def note(gradient: Tensor) -> Tensor:
+            self.gradients.add_whole(name, gradient)
+            return torch.zeros(())  # the anchor's
 
-class _Gathered(Function):
-    """A whole parameter whose gradient goes to `note`, and which autograd does not keep alive."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, gather: Callable[[], Tensor], note: Callable[[Tensor], None]) -> Tensor:
-        ctx.note = note
-        return gather()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, None, None]:
-        ctx.note(grad_outputs[0].detach())
-        return None, None, None
+        return linear(self.anchor, lambda _: self._tensors[name], note)  # which keeps no tensor alive
 
 
 def copied_without_values(model: nn.Module) -> nn.Module:

@@ -207,8 +207,7 @@ class ShardedModel:
         """Raises StepError if a whole parameter was written to since `begin_step`: the shards count."""
         for parameter, before in zip(self._parameters, self._whole_writes, strict=True):
             parameter.shard.grad = None
-            now = write_count(parameter.whole)
-            if now != before:
+            if write_count(parameter.whole) != before:
                 name = next(n for n, p in self._model.named_parameters() if p is parameter.shard)
                 raise StepError(
                     f"step() of an optimizer wrote to {name} as it is in training_step, not to its shard. Take "

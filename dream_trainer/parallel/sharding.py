@@ -187,9 +187,6 @@ def keep_recurrent_weights_in_place(model: nn.Module) -> None:
             change_class(module, KeepsWeightsInPlace)
 
 
-# -- what of a sharded tensor this rank has
-
-
 def local_indices(tensor: DTensor, dim: int) -> Tensor:
     """The indices along `dim` that this rank has, int64 on the CPU, for every kind of sharding. No communication."""
     from torch.distributed.tensor import Replicate, distribute_tensor
@@ -211,11 +208,10 @@ def local_gradient(parameter: nn.Parameter) -> Tensor:
     return local_tensor(gradient)
 
 
-# -- What is known of a model that was cut into pipeline stages, and of the parameters that several of them share.
-
-
 @dataclass(frozen=True)
 class Tie:
+    """A parameter that several stages of a pipeline share."""
+
     names: tuple[str, ...]  # all names in the whole model; checkpoints have the first
     ranks: tuple[int, ...]  # those that have a copy, in the order of their first name
     own_name: str | None  # name of this rank's copy in its part of the model; None without one

@@ -414,9 +414,7 @@ class AbstractTrainer(MixinHooks):
     def _wrap_step(self, step: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         step = super()._wrap_step(step)
         context: Any = autocast(self.config.device_parameters, self.world.device)
-        if not isinstance(context, nullcontext):
-            step = context(step)
-        return step
+        return step if isinstance(context, nullcontext) else context(step)
 
 
 @dataclass(slots=True, eq=False)

@@ -85,11 +85,10 @@ class BestValues:
         self.values, self.steps = dict(state["best"]), dict(state.get("best_steps", {}))
 
 
-# -- What the loop writes down at each batch: an object with slots, as this is the step path.
-
-
-@dataclass(slots=True)
+@dataclass(slots=True)  # as this is the step path
 class WindowState:
+    """What the loop writes down at each batch."""
+
     training_step: Callable[[Any, int], Any] = field(init=False)  # both since the last start
     validation_step: Callable[[Any, int], Any] = field(init=False)
     batch: Any = None  # the running micro-batch, on the device
@@ -104,11 +103,8 @@ class WindowState:
     validation_seconds: float = 0.0  # of validations and predictions between this process's windows
 
 
-# -- when an epoch and the run end, when a validation is due, when the time is up, and pending work
-
-
 class Schedule:
-    """A run's limits and what is due between its windows."""
+    """A run's limits, the time, and what is due between its windows."""
 
     def __init__(self, parameters: TrainingParameters, progress: Counters) -> None:
         self._progress = progress

@@ -105,10 +105,8 @@ def event_table(runtime: Runtime, *, is_main: bool) -> Mapping[str, tuple[Listen
     return table
 
 
-# -- `describe()`: the setup order with its reasons, the listeners of each event, and the mesh
-
-
 def describe(runtime: Runtime) -> str:
+    """The setup order with its reasons, the listeners of each event, and the mesh."""
     cls = type(runtime.hooks).__name__
     stages = runtime.hooks._setup_stages() or [("setup", f"{cls} sets itself up")]
     lines = [f"# {cls}", "", "## Setup order", "", "| # | Stage | Why here |", "| --- | --- | --- |"]

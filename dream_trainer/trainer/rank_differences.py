@@ -13,7 +13,6 @@ from torch import Tensor
 from dream_trainer.checks import listed
 from dream_trainer.data.loader import ShardReader, loader_batch_size, training_loaders
 from dream_trainer.data.probe import Summary, differing, probed
-from dream_trainer.data.window import TrainStream
 from dream_trainer.distributed.ranks import Ranks, plain_facts, refuse_differences, refuse_unlike
 from dream_trainer.errors import RanksDifferError
 from dream_trainer.trainer.runtime import Runtime
@@ -79,7 +78,19 @@ def agree_on_data(runtime: Runtime) -> int | None:
         {name: batches.reader for name, batches in runtime.data.validation.items()},
     )
     known = {name: reader for name, reader in readers.items() if reader is not None}
-    facts = _data_facts(runtime, stream, readers)
+    state = runtime.state
+    facts: dict[str, Any] = {
+        "training loaders": ", ".join(map(repr, stream.parts)),
+        "validation loaders": ", ".join(map(repr, state.val_dataloaders)) or "none",
+        "gradient accumulation": state.accumulation_steps,
+    }
+    for name, loader in _by_kind(training_loaders(state.train_dataloader), state.val_dataloaders).items():
+        reader = readers.get(name)  # none of a loader whose first batches are overfitted
+        facts[f"{name} loader: kind"] = type(loader).__name__
+        loader_facts = {"batch size": loader_batch_size(loader)} if reader is None else reader.facts
+        facts |= {f"{name} loader: {key}": value for key, value in loader_facts.items()}
+    facts |= {f"training loader: {key}": value for key, value in stream.facts.items()}
+    facts = {name: str(value) for name, value in facts.items()}
     data_of_ranks = world.all_gather_object((facts, stream.steps_per_epoch, probed(known)))
     refuse_unlike(
         {rank: facts for rank, (facts, _, _) in enumerate(data_of_ranks)},
@@ -94,22 +105,6 @@ def agree_on_data(runtime: Runtime) -> int | None:
 def _by_kind(training: Mapping[str, T], validation: Mapping[str, T]) -> dict[str, T]:
     kinds = {"training": training, "validation": validation}
     return {f"{kind} {name!r}" if name else kind: one for kind, named in kinds.items() for name, one in named.items()}
-
-
-def _data_facts(runtime: Runtime, stream: TrainStream, readers: Mapping[str, ShardReader | None]) -> dict[str, str]:
-    loaders = _by_kind(training_loaders(runtime.state.train_dataloader), runtime.state.val_dataloaders)
-    facts: dict[str, Any] = {
-        "training loaders": ", ".join(map(repr, stream.parts)),
-        "validation loaders": ", ".join(map(repr, runtime.state.val_dataloaders)) or "none",
-        "gradient accumulation": runtime.state.accumulation_steps,
-    }
-    for name, loader in loaders.items():
-        reader = readers.get(name)  # none of a loader whose first batches are overfitted
-        facts[f"{name} loader: kind"] = type(loader).__name__
-        loader_facts = {"batch size": loader_batch_size(loader)} if reader is None else reader.facts
-        facts |= {f"{name} loader: {key}": value for key, value in loader_facts.items()}
-    facts |= {f"training loader: {key}": value for key, value in stream.facts.items()}
-    return {name: str(value) for name, value in facts.items()}
 
 
 def _refuse_other_samples(

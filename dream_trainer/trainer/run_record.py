@@ -196,14 +196,16 @@ def _follow_log(record: RunRecord, file: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-# -- RunRecorder: keeps `config.json` and `run.json` in the run's directory, whatever the trainer's mixins and loggers.
-# Nothing here is worth a run: a failed write is one warning.
-
 WORTH_TELLING = 60.0  # seconds: a shorter run is mostly its start
 LONGEST_ERROR = 20_000  # characters of an exception, with its calls, that are kept
 
 
 class RunRecorder:
+    """Keeps `config.json` and `run.json` in the run's directory, whatever the trainer's mixins and loggers.
+
+    Nothing here is worth a run: a failed write is one warning.
+    """
+
     _made_here: ClassVar[bool] = False  # whether a trainer was made before in this process, which began for that one
 
     def __init__(self, runtime: Runtime) -> None:
@@ -247,7 +249,10 @@ class RunRecorder:
             runtime.warn_once("step 0", "the run starts at step 0 again: its last start left no complete checkpoint.")
         if before is None or (before.step > 0 and runtime.progress.global_step == 0):
             before, self._times = RunRecord(started=now, starts=0), []
-        code = _own_code() if self._record is None else self._record.code
+        code: dict[str, str] = {} if self._record is None else self._record.code
+        if is_new_process:
+            with suppress(OSError):  # the working directory is gone
+                code = {os.path.relpath(path): digest for path, digest in own_code().values()}
         self._record = RunRecord(
             started=before.started,
             starts=before.starts + is_new_process,
@@ -388,13 +393,6 @@ class RunRecorder:
             yield
         except (OSError, ConfigError) as error:
             self._runtime.warn_once("run record", f"the run's record of itself is not written: {in_a_line(error)}")
-
-
-def _own_code() -> dict[str, str]:
-    try:
-        return {os.path.relpath(path): digest for path, digest in own_code().values()}
-    except (OSError, ValueError):  # the working directory is gone, or a file is on another drive
-        return {}
 
 
 _MARKS = 20  # checkpoints of a start whose times are kept: a later start may fall back by some

@@ -200,9 +200,6 @@ def check(runtime: Runtime, *, saves: bool) -> None:
         _tensors(runtime)
 
 
-# -- back
-
-
 def restore(runtime: Runtime, manifest: Manifest, form: ModelForm, begins: BranchParameters | None = None) -> None:
     """Restores a checkpoint's state on any mesh and world size; a collective.
 

@@ -33,8 +33,6 @@ from dream_trainer.trainer.step.optimizer_step import OptimizerStep
 from dream_trainer.trainer.user_class import uncalled_hooks
 from dream_trainer.weights.first_values import warn_of_unloaded_bases
 
-# -- begins
-
 
 def start(runtime: Runtime) -> None:
     session = runtime.session
@@ -103,9 +101,6 @@ def _refuse_to_go_on(state: str) -> NoReturn:
     raise StepError(f"this trainer is {state}. Build a new one to train on; it resumes from the checkpoints.")
 
 
-# -- fails
-
-
 @contextmanager
 def failing_for_all(runtime: Runtime) -> Iterator[None]:
     """Turns an exception on this rank into the end of the job; refused where only one rank runs."""
@@ -146,9 +141,6 @@ def _leave_training(runtime: Runtime, exc: BaseException) -> None:
     if isinstance(exc, Exception) and not runtime.accumulation.is_open and runtime.progress.global_step > 0:
         runtime.saver.save_after_exception(runtime.progress.global_step)
     runtime.session.is_training = False
-
-
-# -- ends
 
 
 def close(runtime: Runtime) -> None:
@@ -222,9 +214,6 @@ def _close_if_alive(reference: weakref.ref[Runtime]) -> None:
     runtime = reference()
     if runtime is not None:
         runtime.hooks.close()
-
-
-# -- New limits.
 
 
 class Limits(TypedDict, total=False):

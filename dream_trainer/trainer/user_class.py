@@ -160,10 +160,11 @@ def _check_signatures(kind: type, names: set[str]) -> None:
 
 
 def _check_arguments(part: type, name: str, declared: Any) -> None:
-    written = inspect.unwrap(vars(part)[name], stop=_may_change_arguments)
-    if not isinstance(written, FunctionType) or not isinstance(declared, FunctionType):
+    function = vars(part)[name]
+    if not isinstance(function, FunctionType) or not isinstance(declared, FunctionType):
         return
-    expected, actual = inspect.signature(declared).parameters, inspect.signature(written, follow_wrapped=False)
+    # A decorator may change the arguments.
+    expected, actual = inspect.signature(declared).parameters, inspect.signature(function, follow_wrapped=False)
     by_name = [key for key, parameter in expected.items() if parameter.kind is parameter.KEYWORD_ONLY]
     by_place = [key for key, parameter in expected.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     try:
@@ -179,13 +180,6 @@ def _check_arguments(part: type, name: str, declared: Any) -> None:
 def _bare(signature: inspect.Signature) -> inspect.Signature:
     """`signature` without types."""
     return inspect.Signature([one.replace(annotation=one.empty) for one in signature.parameters.values()])
-
-
-def _may_change_arguments(decorated: Any) -> bool:
-    """Whether a decorator is the user's and may change arguments; PyTorch's and contextlib's pass all of them."""
-    if not isinstance(decorated, FunctionType):
-        return True
-    return decorated.__globals__["__name__"].split(".")[0] not in ("torch", "contextlib")
 
 
 def parallelisms_of(cls: type) -> list[Parallelism]:
@@ -218,12 +212,9 @@ _CALLED_BY_US = frozenset(
 )
 
 
-# -- Names that a user's trainer and the framework may not both use: one would silently replace the other.
-#
-# Methods are compared when the trainer is built, attributes when they are assigned.
-
-
 def refuse_taken_names(cls: type) -> None:
+    """Refuses names that a user's trainer and the framework may not both use: one would silently replace the other.
+    Methods are compared when the trainer is built, attributes when they are assigned."""
     for part in cls.__mro__:
         if not is_ours(part) and part is not object:
             for name, value in vars(part).items():

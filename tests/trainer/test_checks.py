@@ -18,15 +18,10 @@ class Evaluates(Alone, dt.EvalMixin):
     """Everything that has hooks."""
 
 
-def step_without_index(self: Any, batch: Batch) -> dict[str, Any]:
-    return {}
-
-
 @pytest.mark.parametrize(
     ("name", "written", "arguments", "right"),
     [
         ("training_step", lambda self, batch: {}, "self, batch", "self, batch, batch_idx"),
-        ("validation_step", torch.no_grad()(step_without_index), "self, batch", "self, batch, batch_idx"),
         ("training_step", lambda self, *, batch, batch_idx: {}, "self, *, batch, batch_idx", "self, batch, batch_idx"),
         ("on_log", lambda self, metrics: None, "self, metrics", "self, metrics, step"),
     ],

@@ -328,13 +328,6 @@ def test_experts_that_ranks_cannot_share_evenly_are_named() -> None:
         split_experts(api.MoE(8, 12, 4, 2), TWO)
 
 
-def test_a_model_without_mixtures_is_named() -> None:
-    trainer = WithoutExperts(config_of(Case(2, ep=2)))
-    trainer.configure_models()
-    with pytest.raises(api.HookError, match=r"no model of WithoutExperts has a layer of dream_trainer\.modules\.MoE"):
-        trainer.apply_expert_parallel(TWO)
-
-
 class InParts(Trained):
     """Gives its mixtures the parts of sequences that ranks have."""
 
@@ -345,12 +338,15 @@ class InParts(Trained):
 MISTAKES = {
     "parts of sequences": "self.model computes other gradients than one process: ",
     "differ": "Use the same device_parameters on every rank",
+    "no mixture": "WithoutExperts.apply_expert_parallel split no experts: each rank would have all of them",
 }
 
 
 def make_mistake(mistake: str) -> None:
     if mistake == "parts of sequences":
         InParts(config_of(Case(2, tp=2, sequence=True, recompute="full"))).fit()
+    if mistake == "no mixture":
+        WithoutExperts(config_of(Case(2, ep=2))).fit()
     Trained(config_of(Case(2, ep=1 + int(os.environ["RANK"])))).fit()
 
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from dream_trainer.config.device_parameters import (
-    ActivationCheckpointingConfigMixin,
-    ActivationCheckpointingParameters,
-)
+from dream_trainer.config.device_parameters import ActivationCheckpointingConfigMixin, ActivationCheckpointingParameters
 from dream_trainer.errors import ConfigError
 from dream_trainer.modules.recompute import recompute
 from dream_trainer.parallel.axis import RECOMPUTATION, Parallelism

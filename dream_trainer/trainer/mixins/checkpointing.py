@@ -327,8 +327,27 @@ class CheckpointMixin(AbstractTrainer):
             return
         saved_state.check(self._runtime, saves=parameters.saves)
         if not resume(self._checkpoints_root(), parameters, self.world, self._load, self._resumes_locally):
-            load_initial_weights(self.named_models(), parameters, self.world)
             self._runtime.saver.lacks_checkpoint = parameters.resume is not None
+            if parameters.init_from is not None:
+                self._load_initial_weights(as_path(parameters.init_from), parameters)
+
+    def _load_initial_weights(self, path: Path, parameters: CheckpointParameters) -> None:
+        models = self.named_models()
+        if (path / MANIFEST_NAME).exists():  # models may have adapters both here and there
+            saved = on_all_ranks(self.world, f"load {path}", lambda: read_shared(path)).get("adapters", {})
+            if len(models) == len(saved) == 1:  # a single adapter may have another name there
+                saved = dict(zip(models, saved.values(), strict=True))
+            adapted = {name: one for name, one in models.items() if name in saved and adapters_of(one) is not None}
+            refuse_other_adapters(path, adapted, saved, world=self.world)
+        elif len(models) > 1:
+            raise ConfigError(
+                f"init_from={parameters.init_from!r} does not say which of the models {sorted(models)} it is for. "
+                "Call load_weights for each in load_pretrained."
+            )
+        for name, model in models.items():
+            own_name = name if len(models) > 1 else None
+            renames, strict = parameters.init_renames, parameters.init_strict
+            load_weights(model, path, model_name=own_name, renames=renames, strict=strict, world=self.world)
 
     def _resumes_locally(self, newest: Manifest) -> bool:
         """Loads the state after `newest` from the hosts if every host has its ranks' part; returns whether it did."""
@@ -398,30 +417,3 @@ def _settled(runtime: Runtime) -> Moment:
     runtime.hooks.settle()
     runtime.coordinator.check_order()
     return Moment(runtime.progress.global_step, has_pending_work=runtime.progress.owed is not None)
-
-
-def load_initial_weights(models: Mapping[str, nn.Module], parameters: CheckpointParameters, world: Ranks) -> None:
-    """Loads `parameters.init_from` into the models, if it is set; every rank calls it."""
-    if parameters.init_from is None:
-        return
-    path = as_path(parameters.init_from)
-    if (path / MANIFEST_NAME).exists():  # models may have adapters both here and there
-        saved = on_all_ranks(world, f"load {path}", lambda: read_shared(path)).get("adapters", {})
-        if len(models) == len(saved) == 1:  # a single adapter may have another name there
-            saved = dict(zip(models, saved.values(), strict=True))
-        adapted = {name: model for name, model in models.items() if name in saved and adapters_of(model) is not None}
-        refuse_other_adapters(path, adapted, saved, world=world)
-    elif len(models) > 1:
-        raise ConfigError(
-            f"init_from={parameters.init_from!r} does not say which of the models {sorted(models)} it is for. "
-            "Call load_weights for each in load_pretrained."
-        )
-    for name, model in models.items():
-        load_weights(
-            model,
-            path,
-            model_name=name if len(models) > 1 else None,
-            renames=parameters.init_renames,
-            strict=parameters.init_strict,
-            world=world,
-        )

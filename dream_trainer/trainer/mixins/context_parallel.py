@@ -123,20 +123,14 @@ class SequenceCut:
         self._attention.rows, self._attention.given = 1, []
 
     def cut(self, tensor: Tensor, dim: int = 1) -> Tensor:
-        what = f"a tensor of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
-        if not isinstance(tensor, Tensor) or not -tensor.ndim <= dim < tensor.ndim:
-            raise HookError(
-                f"cut_batch called cut(..., dim={dim}) with {what}. Only cut tensors along the sequence, and name the "
-                "dimension: cut(tensor, dim=...)."
-            )
-        length, parts = tensor.shape[dim], self._attention.parts
+        length, parts = tensor.size(dim), self._attention.parts
         if length == 0 or length % parts.n_chunks:
             above = -(-length // parts.n_chunks) * parts.n_chunks or parts.n_chunks
             twice = "twice " if parts.n_chunks > parts.size else ""
             raise DataError(
-                f"cut_batch cut {what}, whose {length} positions along dimension {dim} are not a multiple of "
-                f"{parts.n_chunks}, {twice}context_parallel={parts.size}. Use sequences of such a length, or pad "
-                f"them in the loader to {above} (with labels that do not count)."
+                f"cut_batch cut a tensor of shape {tuple(tensor.shape)}, whose {length} positions along dimension "
+                f"{dim} are not a multiple of {parts.n_chunks}, {twice}context_parallel={parts.size}. Use sequences of "
+                f"such a length, or pad them in the loader to {above} (with labels that do not count)."
             )
         if not self._is_compared:
             self._digest = digest(tensor, self._digest)

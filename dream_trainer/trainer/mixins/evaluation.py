@@ -58,13 +58,11 @@ class EvalMixin(AbstractTrainer):
             if is_own_data:
                 batches = self._runtime.data.validation
                 limit = self._runtime.config.training_parameters.val_steps_per_epoch
-                if not batches:
-                    raise HookError("there is no validation loader. Pass evaluate(dataloader), or configure one.")
             else:
                 named = dataloader if isinstance(dataloader, Mapping) else {"": dataloader}
-                if not named:
-                    raise HookError("evaluate() got a dict without a loader. Pass a loader, or a dict of named ones.")
                 batches = {name: batches_to_validate(self._runtime, loader) for name, loader in named.items()}
+            if not batches:
+                raise HookError("there is no validation loader. Pass evaluate(dataloader), or configure one.")
             # A listener to an evaluation's end may evaluate too.
             state = self._runtime.state
             was_evaluating, state.is_evaluating = state.is_evaluating, True

@@ -6,7 +6,6 @@ from typing import ClassVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from dream_trainer.errors import HookError
 from dream_trainer.parallel.axis import EXPERT, Parallelism
 from dream_trainer.parallel.mixture_of_experts import MoE, split_experts
 from dream_trainer.trainer.abstract import AbstractTrainer
@@ -20,16 +19,8 @@ class ExpertParallelMixin(AbstractTrainer):
     _parallelism: ClassVar[Parallelism | None] = EXPERT
 
     def apply_expert_parallel(self, mesh: DeviceMesh) -> None:
-        """Splits the experts of every `MoE` of the models over `mesh` (one dimension, ep).
-
-        Raises:
-            HookError: There is none.
-        """
-        mixtures = [part for model in self.named_models().values() for part in model.modules() if isinstance(part, MoE)]
-        if not mixtures and self._runtime.config.device_parameters.pipeline_parallel == 1:  # a stage may have none
-            raise HookError(
-                f"expert_parallel={mesh.size()}, and no model of {type(self).__name__} has a layer of "
-                "dream_trainer.modules.MoE. Override apply_expert_parallel for others, or set expert_parallel=1."
-            )
-        for mixture in mixtures:
-            split_experts(mixture.experts, mesh)
+        """Splits the experts of every `MoE` of the models over `mesh` (one dimension, ep)."""
+        for model in self.named_models().values():
+            for part in model.modules():
+                if isinstance(part, MoE):
+                    split_experts(part.experts, mesh)

@@ -16,7 +16,6 @@ from dream_trainer.config.device_parameters import PipelineParallelConfigMixin, 
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.modules.precision import half_dtype, without_autocast
 from dream_trainer.parallel.axis import PIPELINE, Parallelism
-from dream_trainer.parallel.parallel_models import naming_what_is_elsewhere
 from dream_trainer.parallel.sharding import fsdp_modules, is_cut, remember_cut, ties_of
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.step.tied_gradients import connect_copies
@@ -145,10 +144,6 @@ class PipelineParallelMixin(AbstractTrainer):
                     verify=None if verification is None else partial(verification.run, name, model),
                 )
         self.__pipelines = pipelines
-
-    def _wrap_step(self, step: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
-        step = super()._wrap_step(step)
-        return step if self.world.stages == 1 else naming_what_is_elsewhere()(step)
 
     def forward_backward(
         self,

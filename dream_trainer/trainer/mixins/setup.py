@@ -300,9 +300,6 @@ def setup_stages(runtime: Runtime) -> list[SetupStage]:
     return [*(SetupStage(axis.name, axis.reason, partial(set_up_axis, axis)) for axis in axes), *SETUP]
 
 
-# -- changes of modules on meta, before they are sharded
-
-
 def verified_against_now(runtime: Runtime) -> Verification | None:
     """Verifies models against their present form, in one piece, if ranks will split it."""
     from dream_trainer.parallel.verify import Verification, is_verifiable

@@ -155,10 +155,10 @@ class TiedGradients:
         changed = [goes_back and now != then for now, then in zip_longest(counts, self._counts[: len(counts)])]
         of_ranks = self._world.all_gather(torch.tensor([goes_back, *changed]))
         of_ranks = of_ranks.view(self._world.stages, -1, 1 + len(changed))
-        source = dist.get_global_rank(self._stages, int(of_ranks[:, 0, 0].int().argmax()))
+        source = int(of_ranks[:, 0, 0].int().argmax())
         for module, is_new in zip(modules, of_ranks[..., 1:].flatten(0, 1).any(dim=0).tolist(), strict=True):
             for buffer in module.buffers(recurse=False) if is_new else ():
-                dist.broadcast(local_tensor(buffer), source, group=self._stages)
+                dist.broadcast(local_tensor(buffer), group=self._stages, group_src=source)
         self._counts = [[(id(b), write_count(b)) for b in module.buffers(recurse=False)] for module in modules]
 
     def _compare(self, of_ranks: Sequence[tuple[int, dict[tuple[str, ...], bool]]]) -> None:
@@ -186,12 +186,12 @@ def _add_up(parameter: nn.Parameter, ranks: tuple[int, ...], stages: dist.Proces
     parts: list[Tensor] = []
     messages: list[Any] = []
     for rank in ranks:
-        if dist.get_group_rank(stages, dist.get_rank()) == rank:
+        if rank == stages.rank():
             parts.append(sent)
             continue
-        other = dist.get_global_rank(stages, rank)
         parts.append(torch.empty_like(sent))
-        messages += [dist.P2POp(dist.isend, sent, other, stages), dist.P2POp(dist.irecv, parts[-1], other, stages)]
+        for operation, tensor in ((dist.isend, sent), (dist.irecv, parts[-1])):
+            messages.append(dist.P2POp(operation, tensor, group=stages, group_peer=rank))
     for work in dist.batch_isend_irecv(messages):
         work.wait()
     total = torch.stack(parts).sum(dim=0) if len(parts) > 2 else parts[0] + parts[1]
