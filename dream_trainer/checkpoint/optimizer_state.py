@@ -285,11 +285,6 @@ def _names(mesh: DeviceMesh | None) -> tuple[str, ...]:
 # -- Loading, on any mesh. State is found by the names of parameters and replaces that of the optimizer.
 
 
-class Prepared(NamedTuple):
-    tensors: dict[str, Tensor]  # allocated, with names, for `load_tensors`
-    finish: Callable[[], None]  # called when they are filled
-
-
 def prepare_optimizer_state(
     name: str,
     optimizer: Optimizer,
@@ -300,8 +295,9 @@ def prepare_optimizer_state(
     with_options: bool = True,
     own: Mapping[str, Mapping[str, Any]] | None = None,
     rank: int = 0,
-) -> Prepared:
-    """Restores an optimizer's groups and allocates its state, which `load_tensors` then fills; all or nothing.
+) -> tuple[dict[str, Tensor], Callable[[], None]]:
+    """Restores an optimizer's groups and allocates its state, all or nothing. Returns the allocated tensors by name,
+    for `load_tensors`, and a function to call when they are filled.
 
     State of the parameter's shape gets its layout and device; other state lies as `load_state_dict` places it."""
     check_parameters(optimizer, fqns)
@@ -375,12 +371,12 @@ def prepare_optimizer_state(
     def finish() -> None:
         if is_whole:
             load_own_state(name, optimizer, partial(state_of, NO_OWNER), with_options=with_options)
-        for base in inner:
-            base.finish()
+        for _, finish_base in inner:
+            finish_base()
 
-    return Prepared(
-        {key: t for one in (allocated, *(base.tensors for base in inner)) for key, t in one.items()}, finish
-    )
+    for allocated_for_base, _ in inner:
+        allocated |= allocated_for_base
+    return allocated, finish
 
 
 def _own_records(
