@@ -9,19 +9,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy
 import torch
 from torch import Tensor
 
 from dream_trainer.compat.pytorch import is_dtensor
-from dream_trainer.loggers.buffer import Stamp, whole
-
-if TYPE_CHECKING:
-    from dream_trainer.config.logger_parameters import LoggerParameters
-    from dream_trainer.distributed.ranks import Ranks
-    from dream_trainer.loggers.buffer import Records
+from dream_trainer.config.logger_parameters import LoggerParameters
+from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.loggers.buffer import Records, Stamp, whole
 
 T = TypeVar("T")
 Cell = str | int | float | bool | None
