@@ -293,7 +293,15 @@ class WeightAverage(AveragingCallback):
     def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
         if self._in_use:
             raise StepError("an optimizer has stepped inside averaged_weights(). Leave the `with` before training on.")
-        for average in self._owned_by(trainer, optimizer):
+        key = (optimizer, len(optimizer.param_groups))  # its models are looked for again when it is given a group
+        if key not in self._owned:
+            models = trainer.named_models()
+            self._owned[key] = [
+                average
+                for name, average in self._averages.items()
+                if optimizer in trainer.get_optimizers_by_model(models[name])
+            ]
+        for average in self._owned[key]:
             average.note_step(trainer.accumulation_window.step_was_skipped)
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
@@ -395,18 +403,6 @@ class WeightAverage(AveragingCallback):
                 for average, former_weights in zip(chosen, weights, strict=True):
                     average.set_weights(former_weights)
             self._in_use -= names
-
-    def _owned_by(self, trainer: AbstractTrainer, optimizer: Optimizer) -> list[ModelAverage]:
-        """The averages of the models that `optimizer` trains; looked for again when it is given a group."""
-        key = (optimizer, len(optimizer.param_groups))
-        if key not in self._owned:
-            models = trainer.named_models()
-            self._owned[key] = [
-                average
-                for name, average in self._averages.items()
-                if optimizer in trainer.get_optimizers_by_model(models[name])
-            ]
-        return self._owned[key]
 
 
 def averages_of(trainer: AbstractTrainer) -> list[WeightAverage]:

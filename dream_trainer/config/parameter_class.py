@@ -113,13 +113,10 @@ def check_value(name: str, value: object, annotation: Any) -> None:
             kinds.append(part)
     if not kinds:
         check_choice(name, value, choices)
-    elif len(kinds) == 1 and not any(type(value) is type(choice) and value == choice for choice in choices):
-        hint = f" {spell(map(repr, choices))} is also valid." if choices else ""
-        _check_kind(name, value, kinds[0], hint)
-
-
-def _check_kind(name: str, value: object, kind: Any, hint: str) -> None:
-    origin, arguments = get_origin(kind), get_args(kind)
+    if len(kinds) != 1 or any(type(value) is type(choice) and value == choice for choice in choices):
+        return
+    hint = f" {spell(map(repr, choices))} is also valid." if choices else ""
+    kind, origin, arguments = kinds[0], get_origin(kinds[0]), get_args(kinds[0])
     if origin is Annotated:
         for check in filter(callable, arguments[1:]):
             check(name, value, hint=hint)
