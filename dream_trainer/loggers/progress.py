@@ -53,12 +53,11 @@ class Pace:
     """Rate of training only, over the last looks, and time left including validations and checkpoints."""
 
     def __init__(self, first: Look) -> None:
-        self._first_step = first.step
         self.origin: tuple[float, float, float] | None = None  # where the warm-up ended
         self._looks = deque([first], maxlen=50)  # the first is used until then
 
     def look(self, look: Look, now: float) -> None:
-        if self.origin is None and look.step - self._first_step >= WARM_UP_STEPS:
+        if self.origin is None and look.step - self._looks[0].step >= WARM_UP_STEPS:
             self.origin = (now, look.step, look.tokens)
             self._looks.clear()
         self._looks.append(look)
@@ -66,9 +65,7 @@ class Pace:
     def rates(self) -> Look:
         return self._looks[-1].rates_since(self._looks[0])
 
-    def seconds_left(
-        self, total_steps: int | None, step: int, now: float, max_tokens: int | None = None
-    ) -> float | None:
+    def seconds_left(self, total_steps: int | None, step: int, now: float, max_tokens: int | None) -> float | None:
         """Seconds until the first of these limits; None while unknown."""
         if self.origin is None:
             return None
