@@ -393,18 +393,13 @@ def _random() -> Any:
 def _facts(trainer: Any) -> dict[str, Any]:
     """What decides which runs make sense, and where the user's methods are."""
     kind = type(trainer)
-    hooks: dict[str, str] = {}
-    for part in reversed(kind.__mro__):
-        for name, method in vars(part).items():
-            hooks.pop(name, None)
-            if inspect.isfunction(method) and is_own(part):
-                code = inspect.unwrap(method).__code__
-                hooks[name] = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+    codes = {n: inspect.unwrap(f).__code__ for n, f in inspect.getmembers_static(kind, inspect.isfunction)}
+    own = {name: code for name, code in codes.items() if _is_own_file(code.co_filename)}
     dataset = getattr(trainer.train_dataloader, "dataset", None)  # of a loader of any library
     modules = (module for model in trainer.named_models().values() for module in model.modules())
     return {
         "class": kind.__name__,
-        "hooks": hooks,
+        "hooks": {name: f"{Path(code.co_filename).name}:{code.co_firstlineno}" for name, code in own.items()},
         "dataset": "the training loader" if dataset is None else type(dataset).__name__,
         "batch_size": loader_batch_size(trainer.train_dataloader),
         "accumulation": trainer.accumulation_steps,
