@@ -144,7 +144,8 @@ class MetricBuffer:
 
     def state_dict(self, world: Ranks) -> dict[str, Any]:
         """All ranks' values since the last `begin`. Every rank must call it."""
-        landed = self.begin()()
+        land = self.begin()
+        landed = land()
         self._totals = {name: total for name, (_, total) in landed.items()}
         local_totals = {name: [reduce, *total] for name, (reduce, total) in _counted(landed, world).items()}
         return {"ranks": world.all_gather_object(local_totals), "copies": world.data_copies * world.stages}

@@ -160,7 +160,7 @@ def preload() -> None:
 def interpreter(function: Callable[..., None], *args: Any) -> list[str]:
     """The command of a new one that finds the modules that this one does, and calls a function of ours."""
     call = f"from {function.__module__} import {function.__name__} as work; work(*{args!r})"
-    return [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {call}"]
+    return [sys.executable, "-c", f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; {call}"]
 
 
 def apart(function: str, *args: Any, **named: Any) -> Iterator[Any]:
