@@ -249,8 +249,6 @@ def _entry(path: Path, step: int, state: State) -> Entry:
 def checkpoints_root(path: Path) -> Path:
     """The directory of the checkpoints of a run's directory, or `path` itself if it is that."""
     refuse(not path.is_dir(), f"{path} is not a directory with checkpoints. Give a run's directory.", CheckpointError)
-    if is_checkpoint(path):
-        raise CheckpointError(f"{path} is one checkpoint. Give the run's directory, {path.parent.parent} perhaps.")
     if (path / "checkpoints").is_dir():
         return path / "checkpoints"
     if path.name == "checkpoints" or step_directories(path):

@@ -47,10 +47,6 @@ def load_config(config: T | type[T], *files: str | Path, **given: Any) -> T:
     return cast(T, changed(config, [read_changes(Path(path)) for path in files], given))
 
 
-def required_fields(cls: Any) -> list[str]:
-    return [f.name for f in fields(cls) if f.init and f.default is MISSING and f.default_factory is MISSING]
-
-
 def is_saved(config: dict[str, Any]) -> bool:
     """Whether a file was saved by a run: it has the record of the run's callbacks, which only a run writes."""
     return isinstance(config.get("callbacks"), list) and all(name in config for name in _NAMES)
