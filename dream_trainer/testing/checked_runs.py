@@ -265,9 +265,6 @@ class Run:
             return str(self.error["text"])
         return f"ranks ended with exit codes {[*self.codes.values()]}"
 
-    def output(self) -> str:
-        return "\n".join(file.read_text(errors="replace") for file in sorted(Path(self.job.directory).glob("output_*")))
-
 
 class Launcher:
     """Runs jobs of one program. They go on while one of them is waited for, until the asker is gone."""
