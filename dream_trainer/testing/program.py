@@ -158,7 +158,7 @@ def preload() -> None:
 
 
 def interpreter(function: Callable[..., None], *args: Any) -> list[str]:
-    """The command of a new one that finds the modules that this one does, and calls a function of ours."""
+    """The command line of a new interpreter that finds the same modules, and calls a function of this package."""
     call = f"from {function.__module__} import {function.__name__} as work; work(*{args!r})"
     return [sys.executable, "-c", f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; {call}"]
 
