@@ -127,12 +127,14 @@ class LocalCheckpoints(HostSaves):
         self._tidy(self.beside)
 
     def _write(self, save: Path, snapshot: Snapshot) -> None:
-        own = [tensor for tensor in snapshot.tensors.values() if self._writes_plain or is_dtensor(tensor)]
-        n_bytes = sum(local_tensor(tensor).nbytes for tensor in (*own, *snapshot.rank_tensors.values()))
-        size = sum(self.host.all_gather_object(n_bytes))
+        size = sum(self.host.all_gather_object(self._bytes(snapshot)))
         on_all_ranks(self.host, "make room", lambda: self._make_room(size))
         job = None if self.host.world_size == self.beside.world_size else self.beside
         write_checkpoint(save, snapshot, world=self.host, known=self._known_plan, job=job)
+
+    def _bytes(self, snapshot: Snapshot) -> int:
+        own = [tensor for tensor in snapshot.tensors.values() if self._writes_plain or is_dtensor(tensor)]
+        return sum(local_tensor(tensor).nbytes for tensor in (*own, *snapshot.rank_tensors.values()))
 
     def _make_part(self) -> None:
         if not self.host.is_main:

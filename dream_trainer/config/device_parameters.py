@@ -248,6 +248,13 @@ class FSDPParameters:
     """Whether blocks free their gathered parameters after forward. True saves memory, False saves a second gather in
     backward, an int keeps them sharded over that many ranks of a host."""
 
+    def __post_init__(self) -> None:
+        value = self.reshard_after_forward
+        refuse(
+            not isinstance(value, int) or (value < 2 and not isinstance(value, bool)),
+            f"reshard_after_forward={value!r} is not understood. Use True, False or an integer above 1.",
+        )
+
 
 @dataclass(kw_only=True)
 class FSDPConfigMixin:

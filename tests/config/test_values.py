@@ -77,6 +77,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (Logger, {"loggers": ("csv", "csv")}, "names one logger twice"),
     (dt.MLflowParameters, {"tags": {"a": 1}}, "tags['a']=1 is of type int. Use a string"),
     (dt.EvalParameters, {"best_metrics": {"val/loss": "low"}}, "best_metrics['val/loss']='low' is not known"),
+    (dt.FSDPParameters, {"reshard_after_forward": 1}, "Use True, False or an integer above 1"),
     (dt.LocalSGDParameters, {"outer_momentum": 1.0}, "is not a number from 0.0 to below 1.0"),
     (dt.Float8Parameters, {"skip": ("(",)}, "skip='(' is not a regular expression"),
     (dt.ActivationCheckpointingParameters, {"keep": ()}, "keep=() keeps nothing"),
