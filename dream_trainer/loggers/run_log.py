@@ -103,6 +103,10 @@ def check_loggers(parameters: LoggerParameters) -> list[type[Logger]]:
                 f'the logger "{name}" is {entry.value}, which cannot be loaded ({error}). Install what it needs, or '
                 f'leave "{name}" out.'
             ) from error
+        refuse(
+            not (isinstance(cls, type) and issubclass(cls, Logger)),
+            f'the logger "{name}" is {entry.value}, which is no class of loggers. Derive it from Logger.',
+        )
         missing = [_DISTRIBUTIONS.get(module, module) for module in cls.requires if find_spec(module) is None]
         refuse(
             bool(missing),

@@ -99,6 +99,8 @@ class Trainer:
         DataError: `train` or `val` is no data, or could be samples as well as batches.
     """
 
+    _mode: Mode
+
     def __init__(
         self,
         model: nn.Module,

@@ -54,6 +54,7 @@ def test_a_logger_of_another_package_is_found_by_its_entry_point(monkeypatch: py
     [
         ("nowhere.at.all:Spoken", r'"mine" is nowhere.at.all:Spoken, which cannot be loaded \(No module'),
         (f"{__name__}:NotThere", r"NotThere, which cannot be loaded .* Install what it needs"),
+        (f"{__name__}:installed", r"installed, which is no class of loggers\. Derive it from Logger\."),
         (f"{__name__}:Needy", r'"mine", whose package a_package_that_nobody_has is not installed'),
     ],
 )
