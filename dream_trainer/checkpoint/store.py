@@ -22,7 +22,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dream_trainer.checkpoint import files, typed_json
+from dream_trainer.checkpoint import typed_json
+from dream_trainer.checkpoint.files import (
+    SHARED_NAME,
+    TEMPORARY_NAME,
+    FileEntry,
+    blaming,
+    make_temporary,
+    publish,
+    rank_name,
+    recover_replaced,
+    remove_tree,
+    step_name,
+    sync_directory,
+    within,
+    write_file,
+)
 from dream_trainer.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -83,20 +98,20 @@ def write_checkpoint(
     # Imported where used: DCP loads a good part of torch.distributed.
     from dream_trainer.checkpoint.dcp_writer import TensorWriter
 
-    final = Path(root) / files.step_name(snapshot.step)
+    final = Path(root) / step_name(snapshot.step)
     task = f"write the checkpoint of step {snapshot.step} to {root}"
 
     def exists() -> bool:
-        files.recover_replaced(final.parent)
-        for entry in files.within(final.parent):
-            if files.TEMPORARY_NAME.fullmatch(entry.name):  # left by a killed job
-                files.remove_tree(entry)
+        recover_replaced(final.parent)
+        for entry in within(final.parent):
+            if TEMPORARY_NAME.fullmatch(entry.name):  # left by a killed job
+                remove_tree(entry)
         return final.exists()
 
     if from_main_rank(world, task, exists) and not replace:
         with suppress(DamagedCheckpointError):
             return verify_checkpoint(final, world=world).path
-    temporary = from_main_rank(world, task, lambda: files.make_temporary(final.parent, snapshot.step))
+    temporary = from_main_rank(world, task, lambda: make_temporary(final.parent, snapshot.step))
     try:
         writer = TensorWriter(
             temporary, _offered(snapshot, world), rank=world.rank, known=known or KnownPlan(), is_whole=job is None
@@ -107,18 +122,18 @@ def write_checkpoint(
             merged = on_all_ranks(world, task, lambda: None if plans is None else writer.merge(plans))
             writer.take(world.scatter_object(merged))
 
-        def write() -> tuple[list[WriteResult], dict[str, files.FileEntry]]:
-            name = files.rank_name((job or world).rank)
+        def write() -> tuple[list[WriteResult], dict[str, FileEntry]]:
+            name = rank_name((job or world).rank)
             copies = {  # safetensors accepts neither views nor shared memory
                 key: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
                 for key, tensor in snapshot.rank_tensors.items()
             }
             contents = {f"{name}.json": snapshot.rank_state, f"{name}.safetensors": save(copies)}
             if world.is_main:
-                contents[files.SHARED_NAME] = snapshot.shared
-            entries = {name: files.write_file(temporary / name, content) for name, content in contents.items()}
+                contents[SHARED_NAME] = snapshot.shared
+            entries = {name: write_file(temporary / name, content) for name, content in contents.items()}
             results = writer.write()
-            files.sync_directory(temporary)
+            sync_directory(temporary)
             return results, entries | writer.entries
 
         written = world.gather_object(on_all_ranks(world, task, write))
@@ -126,7 +141,7 @@ def write_checkpoint(
         def commit() -> None:
             if written is not None:
                 writer.write_metadata([results for results, _ in written])
-                of_ranks = {name: entry for _, entries in written for name, entry in entries.items()}
+                files = writer.entries | {name: entry for _, entries in written for name, entry in entries.items()}
                 manifest = Manifest(
                     **snapshot.description,
                     path=final,
@@ -134,17 +149,17 @@ def write_checkpoint(
                     world_size=(job or world).world_size,
                     versions={"torch": str(torch.__version__), "dream_trainer": __version__},
                     wall_time=time.time(),
-                    files=writer.entries | of_ranks,
+                    files=files,
                 )
-                files.write_file(temporary / MANIFEST_NAME, encode_manifest(manifest))
-                files.publish(temporary, final)
+                write_file(temporary / MANIFEST_NAME, encode_manifest(manifest))
+                publish(temporary, final)
 
         on_all_ranks(world, task, commit)
     except CheckpointError:
         # All ranks get here, so none writes any more. A killed rank does not raise CheckpointError: the others then
         # cannot know who still writes, and the next save removes what is left.
         if world.is_main:
-            files.remove_tree(temporary)
+            remove_tree(temporary)
         world.all_gather_object(None)  # so that it is gone on every rank
         raise
     return final
@@ -220,17 +235,17 @@ def _compare(metadata: Metadata, tensors: Mapping[str, Tensor]) -> set[str]:
 
 
 def read_shared(path: Path) -> dict[str, Any]:
-    return _read_json(read_manifest(path), files.SHARED_NAME)
+    return _read_json(read_manifest(path), SHARED_NAME)
 
 
 def read_rank(path: Path, rank: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     from safetensors.torch import load
 
-    manifest, name = read_manifest(path), f"{files.rank_name(rank)}.safetensors"
-    with files.blaming(manifest.path / name):
-        return _read_json(manifest, f"{files.rank_name(rank)}.json"), load(manifest.read(name))
+    manifest, name = read_manifest(path), f"{rank_name(rank)}.safetensors"
+    with blaming(manifest.path / name):
+        return _read_json(manifest, f"{rank_name(rank)}.json"), load(manifest.read(name))
 
 
 def _read_json(manifest: Manifest, name: str) -> dict[str, Any]:
-    with files.blaming(manifest.path / name):
+    with blaming(manifest.path / name):
         return dict(typed_json.loads(manifest.read(name)))
