@@ -1660,8 +1660,8 @@ MUTANTS = [
     Mutant(
         "any improvement is enough to go on",
         "dream_trainer/callbacks/early_stopping.py",
-        "value < self.best - self.min_delta",
-        "value < self.best",
+        'self.best + (-self.min_delta if mode == "min" else self.min_delta)',
+        "self.best",
         "tests/callbacks/test_early_stopping.py",
     ),
     Mutant(

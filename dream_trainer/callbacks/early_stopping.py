@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from dream_trainer.best_value import mode_of, refuse_missing
+from dream_trainer.best_value import is_better, mode_of, refuse_missing
 from dream_trainer.checks import check_between, check_name, refuse
 from dream_trainer.config.checkpoint_parameters import CheckpointConfigMixin, CheckpointParameters
 from dream_trainer.config.parameter_class import PositiveInt, check_fields
@@ -84,8 +83,9 @@ class EarlyStopping(Callback):
         refuse_missing(self._known_metric, metrics, named_by="EarlyStopping's metric")
         if trainer.is_sanity_validation:
             return
-        value = metrics[self._known_metric]
-        if self._is_improvement(value):
+        value, mode = metrics[self._known_metric], self._known_mode or "min"  # known since pre_fit
+        beaten = None if self.best is None else self.best + (-self.min_delta if mode == "min" else self.min_delta)
+        if is_better(value, beaten, mode):
             self.best, self.validations_without_improvement = value, 0
             return
         self.validations_without_improvement += 1
@@ -103,11 +103,6 @@ class EarlyStopping(Callback):
         self.validations_without_improvement = 0
         if new_counters:
             self.best = None
-
-    def _is_improvement(self, value: float) -> bool:
-        if math.isnan(value) or self.best is None:
-            return not math.isnan(value)
-        return value < self.best - self.min_delta if self._known_mode == "min" else value > self.best + self.min_delta
 
     def _stop_if_due(self, trainer: AbstractTrainer) -> None:
         count = self.validations_without_improvement

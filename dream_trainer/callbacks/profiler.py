@@ -45,9 +45,6 @@ class Profiler(Callback):
 
     def __post_init__(self) -> None:
         check_fields(self, Profiler)
-        ranks = () if self.ranks is None else self.ranks
-        if not isinstance(ranks, Sequence) or not all(isinstance(rank, int) and rank >= 0 for rank in ranks):
-            raise ConfigError(f"ranks={ranks!r} is not a list of ranks. Use ranks=[0], or None for all.")
         self.warm_up_steps = min(self.warm_up_steps, self.first_step - 1)
         self._profile: torch.profiler.profile | None = None
 
@@ -81,11 +78,8 @@ class Profiler(Callback):
 
     def _start_if_due(self, trainer: AbstractTrainer) -> None:
         # A run may resume in the middle of the warm-up, but not of the recording.
-        warm_up_steps = self.first_step - 1 - trainer.global_step
-        if not 0 <= warm_up_steps <= self.warm_up_steps:
-            return
-        rank = trainer.world.rank
-        if self.ranks is not None and rank not in self.ranks:
+        warm_up_steps, rank = self.first_step - 1 - trainer.global_step, trainer.world.rank
+        if not 0 <= warm_up_steps <= self.warm_up_steps or (self.ranks is not None and rank not in self.ranks):
             return
         path = trainer.run_dir / "profiles" / f"step_{self.first_step:08d}_rank_{rank}.json.gz"
 

@@ -61,13 +61,6 @@ class ModelSummary(Callback):
         self, depth: int = 2, *, inputs: Mapping[str, Sequence[Any]] | None = None, file: TextIO | None = None
     ) -> None:
         check_integer("depth", depth, minimum=0)
-        given: Any = {} if inputs is None else inputs
-        are_arguments = isinstance(given, Mapping) and all(isinstance(part, tuple | list) for part in given.values())
-        refuse(
-            not are_arguments,
-            f"inputs={inputs!r} is no dict with a tuple of all arguments for each model, such as "
-            "inputs={'model': (x,)}.",
-        )
         self.depth = depth
         self._inputs = dict(inputs or {})
         self._flops: dict[str, str] = {}

@@ -21,6 +21,7 @@ from dream_trainer.checks import check_names
 from dream_trainer.compat.compiler import is_compiled, never_compiled
 from dream_trainer.compat.pytorch import in_backward, is_dtensor, local_tensor
 from dream_trainer.config.parameter_class import NonNegativeInt, PositiveInt, check_fields
+from dream_trainer.distributed.world import gathered_rows
 from dream_trainer.events.callback import LoggingCallback
 from dream_trainer.nested import leaves
 from dream_trainer.optim.optimizers import matches, require_match
@@ -91,12 +92,8 @@ def log_sums(trainer: AbstractTrainer, name: str, parts: Collection[str], sums: 
 
     What is equal on several ranks counts several times on both sides of a mean.
     """
-    own = sums.to(trainer.world.device)
-    ranks = [own]
-    if trainer.world.world_size > 1:
-        ranks = [torch.empty_like(own) for _ in range(trainer.world.world_size)]
-        dist.all_gather(ranks, own)
-    stacked = torch.stack(ranks)
+    own, everyone = sums.to(trainer.world.device)[None], dist.group.WORLD
+    stacked = own if trainer.world.world_size == 1 or everyone is None else gathered_rows(own, everyone)
     squares, _, zeros, elements = stacked.sum(0).unbind(1)
     roots = (squares if root == "norm" else squares / elements).sqrt()
     for kind, values in {root: roots, "max": stacked[:, :, 1].amax(0), "zeros": zeros / elements}.items():

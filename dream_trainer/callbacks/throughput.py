@@ -87,16 +87,14 @@ class Throughput(LoggingCallback):
 
     def _log(self, trainer: AbstractTrainer, start: Look, end: Look) -> None:
         world = trainer.world
-        seconds = end.clock - start.clock
+        seconds, _, samples, tokens, waiting = end.rates_since(start)
         if seconds <= 0:
             return
-        samples = (end.samples - start.samples) / seconds
         rates = {
             "samples_per_second": samples,
             "samples_per_second_per_device": samples / world.world_size,
-            "data_wait": (end.waiting - start.waiting) / seconds,
+            "data_wait": waiting,
         }
-        tokens = (end.tokens - start.tokens) / seconds
         if self.tokens_per_sample is not None:
             tokens = samples * self.tokens_per_sample
         if tokens:

@@ -22,7 +22,7 @@ from dream_trainer.checkpoint.saver import HostCopies
 from dream_trainer.checkpoint.store import load_tensors, tensor_metadata
 from dream_trainer.checks import check_between, check_names
 from dream_trainer.compat.pytorch import foreach_copy_, foreach_lerp_, local_tensor, local_tensors, with_local
-from dream_trainer.config.parameter_class import PositiveInt, check_fields
+from dream_trainer.config.parameter_class import PositiveInt, check_fields, is_ours
 from dream_trainer.distributed.ranks import on_all_ranks
 from dream_trainer.errors import CheckpointError, ConfigError, HookError, StepError
 from dream_trainer.events.callback import AveragingCallback
@@ -56,7 +56,7 @@ class ModelAverage:
 
     @torch.no_grad()
     def copy(self) -> None:
-        foreach_copy_(self.locals(), self._weights())
+        foreach_copy_(self.locals(), self.weights())
 
     def resume(self, updates: int, *, has_stepped: bool = False) -> None:
         self.updates, self.has_stepped, self._skipped = updates, has_stepped, None
@@ -86,19 +86,16 @@ class ModelAverage:
         """Brings the averages to where the last update left them, if that is still under way."""
 
     def _move(self, amount: float | Tensor) -> None:
-        move_towards(self.locals(), self._weights(), amount)
-
-    def clone_weights(self) -> list[Tensor]:
-        return [weight.detach().clone() for weight in self._weights()]
+        move_towards(self.locals(), self.weights(), amount)
 
     @torch.no_grad()
     def set_weights(self, values: list[Tensor]) -> None:
-        foreach_copy_(self._weights(), values)
+        foreach_copy_(self.weights(), values)
 
     def locals(self) -> list[Tensor]:
         return local_tensors(list(self.averages.values()))
 
-    def _weights(self) -> list[Tensor]:
+    def weights(self) -> list[Tensor]:
         # Asked for each time: FSDP2 may give a parameter another local tensor at the first forward.
         return local_tensors(list(self._parameters.values()))
 
@@ -164,7 +161,7 @@ class HostAverage(ModelAverage):
     def _move(self, amount: float | Tensor) -> None:
         self.settle()
         if self._copies is None:
-            self._copies = HostCopies(self._weights()[0].device)
+            self._copies = HostCopies(self.weights()[0].device)
         tensors = {f"weight {name}": parameter for name, parameter in self._parameters.items()}
         if isinstance(amount, Tensor):
             tensors[_AMOUNT] = amount
@@ -183,6 +180,7 @@ class WeightAverage(AveragingCallback):
     _follows_at_first: ClassVar[bool] = False  # whether averages are the weights of now until their time has come
 
     def __post_init__(self) -> None:
+        check_fields(self, next(filter(is_ours, type(self).__mro__)))
         self._averages: dict[str, ModelAverage] = {}
         self._in_use: set[str] = set()
         self._trainer: AbstractTrainer | None = None
@@ -295,7 +293,15 @@ class WeightAverage(AveragingCallback):
     def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
         if self._in_use:
             raise StepError("an optimizer has stepped inside averaged_weights(). Leave the `with` before training on.")
-        for average in self._owned_by(trainer, optimizer):
+        key = (optimizer, len(optimizer.param_groups))  # its models are looked for again when it is given a group
+        if key not in self._owned:
+            models = trainer.named_models()
+            self._owned[key] = [
+                average
+                for name, average in self._averages.items()
+                if optimizer in trainer.get_optimizers_by_model(models[name])
+            ]
+        for average in self._owned[key]:
             average.note_step(trainer.accumulation_window.step_was_skipped)
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
@@ -386,7 +392,7 @@ class WeightAverage(AveragingCallback):
         chosen = [self._averages[name] for name in self._averages if name in names]
         with trainer.changing_weights():
             self._catch_up()
-            weights = [average.clone_weights() for average in chosen]
+            weights = [[weight.detach().clone() for weight in average.weights()] for average in chosen]
             self._in_use |= names
             for average in chosen:
                 average.set_weights(average.locals())
@@ -397,18 +403,6 @@ class WeightAverage(AveragingCallback):
                 for average, former_weights in zip(chosen, weights, strict=True):
                     average.set_weights(former_weights)
             self._in_use -= names
-
-    def _owned_by(self, trainer: AbstractTrainer, optimizer: Optimizer) -> list[ModelAverage]:
-        """The averages of the models that `optimizer` trains; looked for again when it is given a group."""
-        key = (optimizer, len(optimizer.param_groups))
-        if key not in self._owned:
-            models = trainer.named_models()
-            self._owned[key] = [
-                average
-                for name, average in self._averages.items()
-                if optimizer in trainer.get_optimizers_by_model(models[name])
-            ]
-        return self._owned[key]
 
 
 def averages_of(trainer: AbstractTrainer) -> list[WeightAverage]:
@@ -457,10 +451,6 @@ class EMA(WeightAverage):
     warm_up: bool = True
     device: Literal["cpu"] | None = None
 
-    def __post_init__(self) -> None:
-        check_fields(self, EMA)
-        super().__post_init__()
-
     def share(self, updates: Any) -> Any:
         if not self.warm_up:
             return 1.0 - self.decay
@@ -507,10 +497,6 @@ class SWA(WeightAverage):
     _: KW_ONLY
     every: PositiveInt = 1
     unit: Literal["epochs", "steps"] = "epochs"
-
-    def __post_init__(self) -> None:
-        check_fields(self, SWA)
-        super().__post_init__()
 
     def share(self, updates: Any) -> Any:
         return 1.0 / (updates + 1)

@@ -106,15 +106,13 @@ def read_manifest(path: Path) -> Manifest:
     """Reads a checkpoint's manifest and compares the sizes of its files; contents are not read."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory. Give the path of a checkpoint, such as .../step_00001000.")
-    file, advice = path / MANIFEST_NAME, "Resume from another checkpoint."
+    file = path / MANIFEST_NAME
     with blaming(file):
         text = file.read_bytes()
-    if not text:
-        raise DamagedCheckpointError(f"{file} is empty. {advice}")
     try:
         manifest = _parse(path, text)
     except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{file} is damaged: {error}. {advice}") from error
+        raise DamagedCheckpointError(f"{file} is damaged: {error}. Resume from another checkpoint.") from error
     if named_step(path) not in (None, manifest.step):
         raise DamagedCheckpointError(
             f"{file} is of step {manifest.step}, which is not the directory's. Give the directory its original name "
@@ -251,8 +249,6 @@ def _entry(path: Path, step: int, state: State) -> Entry:
 def checkpoints_root(path: Path) -> Path:
     """The directory of the checkpoints of a run's directory, or `path` itself if it is that."""
     refuse(not path.is_dir(), f"{path} is not a directory with checkpoints. Give a run's directory.", CheckpointError)
-    if is_checkpoint(path):
-        raise CheckpointError(f"{path} is one checkpoint. Give the run's directory, {path.parent.parent} perhaps.")
     if (path / "checkpoints").is_dir():
         return path / "checkpoints"
     if path.name == "checkpoints" or step_directories(path):

@@ -155,15 +155,7 @@ def load_rank_buffers(
     models: Mapping[str, nn.Module], buffers: Mapping[str, Tensor], reshaped: Collection[str] = ()
 ) -> None:
     """Restores on this rank what `rank_buffers` returned, after the common values were loaded."""
-    targets = _unsharded(models)
     saved = {name: value for name, value in buffers.items() if name.startswith("models.")}
-    for name, value in saved.items():
-        fits = name in targets and targets[name].dtype == value.dtype
-        if not fits or (targets[name].shape != value.shape and name not in reshaped):
-            raise CheckpointError(
-                f"This rank's {name} ({tuple(value.shape)} {value.dtype}) does not fit the model. "
-                "Was the layer removed, renamed or changed since?"
-            )
     take_shapes(models, reshaped, {name: value.shape for name, value in saved.items()})
     for name, target in _unsharded(models).items():
         if name in saved:

@@ -221,12 +221,6 @@ def check_parameters(optimizer: Optimizer, fqns: Mapping[Tensor, str]) -> None:
 
 def of_all_stages(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Joins one optimizer's values from all stages of a model."""
-    counts = {len(of_rank["groups"]) for of_rank in values}
-    if len(counts) > 1:
-        raise CheckpointError(
-            f"the stages have {sorted(counts)} parameter groups in one optimizer. Make the same groups "
-            "on each, an empty one where a stage has no such parameters."
-        )
     groups = [dict(group) for group in values[0]["groups"]]
     for number, group in enumerate(groups):
         names = (name for of_rank in values for name in of_rank["groups"][number]["parameters"])
@@ -285,11 +279,6 @@ def _names(mesh: DeviceMesh | None) -> tuple[str, ...]:
 # -- Loading, on any mesh. State is found by the names of parameters and replaces that of the optimizer.
 
 
-class Prepared(NamedTuple):
-    tensors: dict[str, Tensor]  # allocated, with names, for `load_tensors`
-    finish: Callable[[], None]  # called when they are filled
-
-
 def prepare_optimizer_state(
     name: str,
     optimizer: Optimizer,
@@ -300,8 +289,9 @@ def prepare_optimizer_state(
     with_options: bool = True,
     own: Mapping[str, Mapping[str, Any]] | None = None,
     rank: int = 0,
-) -> Prepared:
-    """Restores an optimizer's groups and allocates its state, which `load_tensors` then fills; all or nothing.
+) -> tuple[dict[str, Tensor], Callable[[], None]]:
+    """Restores an optimizer's groups and allocates its state, all or nothing. Returns the allocated tensors by name,
+    for `load_tensors`, and a function to call when they are filled.
 
     State of the parameter's shape gets its layout and device; other state lies as `load_state_dict` places it."""
     check_parameters(optimizer, fqns)
@@ -375,12 +365,12 @@ def prepare_optimizer_state(
     def finish() -> None:
         if is_whole:
             load_own_state(name, optimizer, partial(state_of, NO_OWNER), with_options=with_options)
-        for base in inner:
-            base.finish()
+        for _, finish_base in inner:
+            finish_base()
 
-    return Prepared(
-        {key: t for one in (allocated, *(base.tensors for base in inner)) for key, t in one.items()}, finish
-    )
+    for allocated_for_base, _ in inner:
+        allocated |= allocated_for_base
+    return allocated, finish
 
 
 def _own_records(

@@ -128,9 +128,7 @@ def _decode(obj: dict[str, Any]) -> Any:
     ((tag, value),) = obj.items()
     if not tag.startswith("$"):
         return obj
-    if tag not in _DECODERS:
-        raise ValueError(f"not typed JSON: unknown type {tag!r}, perhaps from a newer version")
-    return _DECODERS[tag](value)
+    return _DECODERS[tag](value)  # a tag of a newer version is a KeyError
 
 
 def _refuse_constant(text: str) -> Any:
@@ -138,10 +136,7 @@ def _refuse_constant(text: str) -> Any:
 
 
 def _load_array(value: dict[str, Any]) -> np.ndarray:
-    dtype = np.dtype(value["dtype"])
-    if dtype.kind not in _NUMPY_KINDS:
-        raise ValueError(f"not typed JSON: numpy dtype {value['dtype']!r}")
-    return np.frombuffer(base64.b64decode(value["data"]), dtype).reshape(value["shape"]).copy()
+    return np.frombuffer(base64.b64decode(value["data"]), value["dtype"]).reshape(value["shape"]).copy()
 
 
 def _load_tensor(value: dict[str, Any]) -> Tensor:

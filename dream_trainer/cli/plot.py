@@ -78,7 +78,6 @@ def runs_of(paths: Sequence[Path]) -> dict[str, list[dict[str, float]]]:
         logs = [run / LOG_NAME for run in below if (run / LOG_NAME).exists()]
         files += logs or [path / LOG_NAME if path.is_dir() else path]
     full = [file.resolve().parent if file.name == LOG_NAME else file.resolve() for file in files]
-    refuse(len(set(full)) < len(full), "one run is given twice. Give each once.")
     root = os.path.commonpath([path.parent for path in full])
     return {str(path.relative_to(root)): read_log(file) for path, file in zip(full, files, strict=True)}
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass, make_dataclass
+from dataclasses import MISSING, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar
 
 import tyro
 
-from dream_trainer.config.config_files import changed, class_of, field_meant, field_types, read_changes, required_fields
+from dream_trainer.config.config_files import changed, class_of, field_meant, field_types, read_changes
 from dream_trainer.config.parameter_class import members, with_new_names
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError
@@ -63,7 +63,8 @@ def parse(config: T | type[T], args: Sequence[str] | None = None) -> T:
 def _required(cls: type, args: Sequence[str]) -> dict[str, Any]:
     """A class's fields without default that come as flags, which count over the files."""
     types, given = field_types(cls), _flags_in(args)
-    named = [(name, types[name]) for name in required_fields(cls) if f"--{_dashed(name)}" in given]
+    without = [f.name for f in fields(cls) if f.init and f.default is MISSING and f.default_factory is MISSING]
+    named = [(name, types[name]) for name in without if f"--{_dashed(name)}" in given]
     words = [word for word in args if word not in _HELP]
     required: type[Any] = make_dataclass("Required", named)
     found, _ = tyro.cli(required, args=words, return_unknown_args=True)

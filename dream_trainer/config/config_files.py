@@ -47,25 +47,9 @@ def load_config(config: T | type[T], *files: str | Path, **given: Any) -> T:
     return cast(T, changed(config, [read_changes(Path(path)) for path in files], given))
 
 
-def required_fields(cls: Any) -> list[str]:
-    return [f.name for f in fields(cls) if f.init and f.default is MISSING and f.default_factory is MISSING]
-
-
 def is_saved(config: dict[str, Any]) -> bool:
     """Whether a file was saved by a run: it has the record of the run's callbacks, which only a run writes."""
     return isinstance(config.get("callbacks"), list) and all(name in config for name in _NAMES)
-
-
-def _section_of(start: Any, field: Field[Any]) -> Any:
-    """The dataclass that changes of a field begin from: its value, default or type; None if it has none."""
-    if isinstance(start, type):
-        value: Any = field.default if field.default_factory is MISSING else field.default_factory()
-    else:
-        value = getattr(start, field.name)
-    if is_dataclass(value) and not isinstance(value, type):
-        return value
-    classes = [part for part in members(field_types(class_of(start))[field.name]) if is_dataclass(part)]
-    return classes[0] if len(classes) == 1 else None
 
 
 def field_types(cls: type) -> dict[str, Any]:
@@ -125,8 +109,6 @@ def changed(
         if key not in given
     }
     values = {**given, **dict(zip(asked, all_of(asked.values()), strict=True))}
-    if start is cls and (missing := [f"{at}{name}" for name in required_fields(cls) if name not in values]):
-        raise ConfigError(f"nothing sets {', '.join(missing)}, which {cls.__name__} has no default for.")
     try:
         return cls(**values) if start is cls else replace(start, **values)
     except Exception as error:  # ours and the user's validation
@@ -137,7 +119,14 @@ def changed(
 
 def _value(start: Any, field: Field[Any], found: Sequence[tuple[Path, Any]], dotted: str) -> Any:
     """A field's value after files: the last one's, or a section with what those after the last whole value change."""
-    nested, annotation = _section_of(start, field), field_types(class_of(start))[field.name]
+    annotation = field_types(class_of(start))[field.name]
+    if isinstance(start, type):
+        nested: Any = field.default if field.default_factory is MISSING else field.default_factory()
+    else:
+        nested = getattr(start, field.name)
+    if not is_dataclass(nested) or isinstance(nested, type):  # a section begins from its type
+        classes = [part for part in members(annotation) if is_dataclass(part)]
+        nested = classes[0] if len(classes) == 1 else None
     changes: list[tuple[Path, Mapping[str, Any]]] = []
     last: tuple[Path, Any] | None = None
     for file, value in found:

@@ -209,15 +209,6 @@ def parameter_shape(parameters: DeviceParameters, shape: MeshShape, shard_by_def
     return shape._replace(dp_replicate=shape.dp_replicate * shape.cp, cp=1)
 
 
-def ranks_per_worker(world_size: int, workers: int) -> int:
-    """The ranks of each of `workers` groups that step independently (LocalSGDMixin)."""
-    refuse(
-        world_size % workers,
-        f"workers={workers} does not divide world_size={world_size}. Use {spell(divisors(world_size))}.",
-    )
-    return world_size // workers
-
-
 def refuse_split_copies(shape: MeshShape, workers: int) -> None:
     """Raises ConfigError if a group of ranks that steps independently (LocalSGDMixin) would not hold a whole copy."""
     if workers == 1:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import FrozenInstanceError, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache, partial, wraps
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
@@ -56,15 +56,7 @@ def parameters(cls: type[T]) -> type[T]:
         initialise(self, **named)
 
     made.__init__ = __init__  # type: ignore[assignment, method-assign]
-    made.__setattr__ = _refuse_to_change  # type: ignore[method-assign]
     return made
-
-
-def _refuse_to_change(self: object, name: str, value: Any) -> None:
-    raise FrozenInstanceError(
-        f"{type(self).__name__}.{name} cannot be changed. Make a changed copy, dataclasses.replace(..., {name}=...), "
-        "and build the trainer's config with it."
-    )
 
 
 def check_fields(instance: object, cls: type) -> None:
@@ -121,13 +113,10 @@ def check_value(name: str, value: object, annotation: Any) -> None:
             kinds.append(part)
     if not kinds:
         check_choice(name, value, choices)
-    elif len(kinds) == 1 and not any(type(value) is type(choice) and value == choice for choice in choices):
-        hint = f" {spell(map(repr, choices))} is also valid." if choices else ""
-        _check_kind(name, value, kinds[0], hint)
-
-
-def _check_kind(name: str, value: object, kind: Any, hint: str) -> None:
-    origin, arguments = get_origin(kind), get_args(kind)
+    if len(kinds) != 1 or any(type(value) is type(choice) and value == choice for choice in choices):
+        return
+    hint = f" {spell(map(repr, choices))} is also valid." if choices else ""
+    kind, origin, arguments = kinds[0], get_origin(kinds[0]), get_args(kinds[0])
     if origin is Annotated:
         for check in filter(callable, arguments[1:]):
             check(name, value, hint=hint)

@@ -35,7 +35,6 @@ from dream_trainer.config.device_parameters import (
     DeviceParameters,
     MeshShape,
     parameter_shape,
-    ranks_per_worker,
     refuse_split_copies,
     resolve_mesh,
 )
@@ -112,7 +111,7 @@ class World(Ranks):
         place = place_among_hosts(_launches.count)
         self._ranks_per_host = world_size if place is None else len(place.ranks)
         self.workers = (1 if place is None else place.n_hosts) if workers == "hosts" else workers
-        of_worker = ranks_per_worker(world_size, self.workers)
+        of_worker = max(1, world_size // self.workers)  # more workers than ranks are refused below
         per_host = self._ranks_per_host if self.workers == 1 else of_worker
         self.mesh_shape: MeshShape = resolve_mesh(parameters, world_size, shard_by_default, per_host)
         self.step_size = of_worker // self.mesh_shape.pp

@@ -1,8 +1,7 @@
 """Numbers on their way from `log` to the loggers: MetricBuffer, and Records, the lines in the making, of training, of
 each validation loader and of listeners, and which of them `log` adds to now.
 
-Adding does nothing on a device; reducing copies to the host, computes in float64 and crosses ranks once. Its two halves
-let the copy run while the device works."""
+Adding does nothing on a device. Reducing waits in its second half, so that the copy runs while the device works."""
 
 from __future__ import annotations
 

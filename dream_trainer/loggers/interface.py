@@ -9,19 +9,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy
 import torch
 from torch import Tensor
 
 from dream_trainer.compat.pytorch import is_dtensor
-from dream_trainer.loggers.buffer import Stamp, whole
-
-if TYPE_CHECKING:
-    from dream_trainer.config.logger_parameters import LoggerParameters
-    from dream_trainer.distributed.ranks import Ranks
-    from dream_trainer.loggers.buffer import Records
+from dream_trainer.config.logger_parameters import LoggerParameters
+from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.loggers.buffer import Records, Stamp, whole
 
 T = TypeVar("T")
 Cell = str | int | float | bool | None
@@ -188,16 +185,13 @@ class MediaLog:
 
     def images(self, name: str, images: Iterable[Any], captions: Sequence[str | None] | None) -> None:
         tensors = [self._gathered(name, image) for image in images]
-        captions = [None] * len(tensors) if captions is None else captions
-        if len(captions) != len(tensors):
-            raise ValueError(f"{name!r} has {len(tensors)} images and {len(captions)} captions. Give one for each.")
+        shown = list(zip(tensors, [None] * len(tensors) if captions is None else captions, strict=True))
         for image in tensors:
             if image.dim() > 3:
                 raise ValueError(
                     f"{name!r} has shape {tuple(image.shape)}, more than one image's [channels, height, width]. "
                     f"Log several with log_images({name!r}, images)."
                 )
-        shown = zip(tensors, captions, strict=True)
         if tensors:
             self._add(name, lambda: Images(tuple(Image(self._pixels(name, image), text) for image, text in shown)))
 

@@ -32,10 +32,16 @@ class Look(NamedTuple):
     """Where training is."""
 
     clock: float  # seconds from any origin, without those of checkpoints and validations
-    step: int
-    samples: int
-    tokens: int
+    step: float
+    samples: float
+    tokens: float
     waiting: float  # seconds waited for data, since the process started
+
+    def rates_since(self, first: Look) -> Look:
+        """The seconds since then, and all else per second; zeros if there are none."""
+        seconds = self.clock - first.clock
+        rates = ((now - then) / seconds if seconds > 0 else 0.0 for now, then in zip(self[1:], first[1:], strict=True))
+        return Look(seconds, *rates)
 
 
 def look_at(trainer: AbstractTrainer, now: float) -> Look:
@@ -47,34 +53,19 @@ class Pace:
     """Rate of training only, over the last looks, and time left including validations and checkpoints."""
 
     def __init__(self, first: Look) -> None:
-        self._first_step = first.step
-        self.origin: tuple[float, int, int] | None = None  # where the warm-up ended
+        self.origin: tuple[float, float, float] | None = None  # where the warm-up ended
         self._looks = deque([first], maxlen=50)  # the first is used until then
 
     def look(self, look: Look, now: float) -> None:
-        if self.origin is None and look.step - self._first_step >= WARM_UP_STEPS:
+        if self.origin is None and look.step - self._looks[0].step >= WARM_UP_STEPS:
             self.origin = (now, look.step, look.tokens)
             self._looks.clear()
         self._looks.append(look)
 
-    def rates(self) -> tuple[float, float, float]:
-        """Steps, samples and tokens per second; zeros while unknown."""
-        first, last = self._looks[0], self._looks[-1]
-        seconds = last.clock - first.clock
-        if seconds <= 0:
-            return 0.0, 0.0, 0.0
-        samples, tokens = last.samples - first.samples, last.tokens - first.tokens
-        return (last.step - first.step) / seconds, samples / seconds, tokens / seconds
+    def rates(self) -> Look:
+        return self._looks[-1].rates_since(self._looks[0])
 
-    def share_waiting(self) -> float:
-        """Share of training time, after warm-up, spent waiting for data."""
-        first, last = self._looks[0], self._looks[-1]
-        seconds = last.clock - first.clock
-        return (last.waiting - first.waiting) / seconds if seconds > 0 and self.origin is not None else 0.0
-
-    def seconds_left(
-        self, total_steps: int | None, step: int, now: float, max_tokens: int | None = None
-    ) -> float | None:
+    def seconds_left(self, total_steps: int | None, step: int, now: float, max_tokens: int | None) -> float | None:
         """Seconds until the first of these limits; None while unknown."""
         if self.origin is None:
             return None
@@ -181,7 +172,7 @@ class Progress(Callback):
 
     def status(self, trainer: AbstractTrainer, now: float) -> str:
         """The numbers next to the bar: step, metrics, rates, time left."""
-        steps, samples, tokens = self._pace.rates()
+        _, steps, samples, tokens, waiting = self._pace.rates()
         total = "" if trainer.total_steps is None else f"/{trainer.total_steps}"
         parts = [f"step {trainer.global_step}{total}"]
         max_tokens = trainer.config.training_parameters.max_tokens
@@ -193,8 +184,7 @@ class Progress(Callback):
             tokens = tokens if self.tokens_per_sample is None else samples * self.tokens_per_sample
             parts.append(f"{format_count(steps)} steps/s")
             parts.append(f"{format_count(tokens)} tokens/s" if tokens else f"{format_count(samples)} samples/s")
-        waiting = self._pace.share_waiting()
-        if waiting >= NOTABLE_WAIT:
+        if waiting >= NOTABLE_WAIT and self._pace.origin is not None:
             parts.append(f"waits for data {waiting:.0%}")
         left = self._pace.seconds_left(trainer.total_steps, trainer.global_step, now, max_tokens)
         if left is not None:

@@ -5,7 +5,7 @@ were not flushed."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -17,7 +17,7 @@ from dream_trainer.cadence import Cadence
 from dream_trainer.checks import refuse
 from dream_trainer.config.logger_parameters import LoggerParameters, logger_entry
 from dream_trainer.distributed.ranks import Ranks
-from dream_trainer.errors import ConfigError, HookError, followed_by
+from dream_trainer.errors import ConfigError, HookError, call_each, followed_by
 from dream_trainer.events.collection import numbered
 from dream_trainer.loggers.buffer import Flight, Record, Records, Scalar, Stamp, TrainingRecord
 from dream_trainer.loggers.interface import Logger, Media, MediaLog
@@ -66,9 +66,7 @@ class LoggerGroup:
 
     def close(self) -> None:
         loggers, self._open = self._open or [], None
-        with ExitStack() as stack:
-            for each in reversed(loggers):
-                stack.callback(self._guarded, each, each.close)
+        call_each([partial(self._guarded, each, each.close) for each in loggers])
 
     def state_dict(self) -> dict[str, Any]:
         """The loggers' state for a checkpoint, by class and number within the class."""

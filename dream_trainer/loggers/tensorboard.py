@@ -92,10 +92,7 @@ def _drop_later_events(path: Path, last_step: int) -> None:
                 kept.write(length + rest)
         kept.flush()
         os.fsync(kept.fileno())
-    if temporary.stat().st_size < size:
-        temporary.replace(path)
-    else:
-        temporary.unlink()
+    temporary.replace(path)
 
 
 def _record(data: bytes) -> bytes:

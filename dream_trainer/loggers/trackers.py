@@ -347,7 +347,17 @@ class MLflowLogger(Logger):
                     pixels, time = pil_image(image.pixels), int(stamp.time * 1000)
                     client.log_image(run_id, pixels, key=key, step=stamp.step, timestamp=time, synchronous=True)
             return True
-        suffix, data = _artifact(media)
+        match media:
+            case Video():
+                suffix, data = ".gif", gif(media)
+            case Audio():
+                suffix, data = ".wav", wav(media)
+            case Histogram():
+                suffix, data = ".json", json.dumps(vars(media)).encode()
+            case Table():  # as MLflow's own tables are written
+                suffix, data = ".json", json.dumps({"columns": media.columns, "data": media.rows}).encode()
+            case Text():
+                suffix, data = ".md", media.text.encode()
         with tempfile.TemporaryDirectory() as directory:
             path = _file(Path(directory) / f"step_{stamp.step:08d}{suffix}", data)
             client.log_artifact(run_id, path, f"media/{_legal(name)}")
@@ -382,21 +392,6 @@ def _is_known(client: MlflowClient, run_id: str) -> bool:
 
 def _legal(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_\-. :/]", "_", name)
-
-
-def _artifact(media: Video | Audio | Histogram | Table | Text) -> tuple[str, bytes]:
-    """Media as a file that MLflow can show: its suffix and bytes."""
-    match media:
-        case Video():
-            return ".gif", gif(media)
-        case Audio():
-            return ".wav", wav(media)
-        case Histogram():
-            return ".json", json.dumps(vars(media)).encode()
-        case Table():  # as MLflow's own tables are written
-            return ".json", json.dumps({"columns": media.columns, "data": media.rows}).encode()
-        case Text():
-            return ".md", media.text.encode()
 
 
 def _values(metrics: dict[str, float], stamp: Stamp) -> dict[str, float]:

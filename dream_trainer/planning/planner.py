@@ -23,7 +23,7 @@ from torch.distributions import Distribution
 
 from dream_trainer.checks import refuse
 from dream_trainer.errors import ConfigError
-from dream_trainer.planning.planned_trainer import Changes, PlanError, PlannedTrainer, RankJob, RankPlan as RankPlan
+from dream_trainer.planning.planned_trainer import Changes, PlanError, PlannedTrainer, RankJob, RankPlan
 from dream_trainer.screen import format_bytes, show
 from dream_trainer.testing.checked_runs import fork
 from dream_trainer.testing.program import Program, apart, become_rank, preload

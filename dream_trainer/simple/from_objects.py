@@ -231,7 +231,11 @@ class Trainer:
                 parts in a tuple is the target, which is ignored.
             batch_size: For samples; None is that of `val`.
         """
-        return self.dream.predict(self._loader_of(as_rows(data), batch_size))
+        are_rows = isinstance(data, list) and data and all(isinstance(row, list | Array) for row in data)
+        rows = [np.asarray(row) for row in data] if are_rows else []
+        if rows and all(row.ndim == 1 and row.dtype.kind in "biuf" for row in rows):
+            data = np.stack(rows)
+        return self.dream.predict(self._loader_of(data, batch_size))
 
     def stop(self, reason: str = "requested") -> None:
         """Ends `fit` on all ranks; from a callback, after its epoch."""
@@ -422,8 +426,16 @@ def _dataset(data: Any, options: LoaderOptions, name: str) -> Any:
                 "numpy.asarray, of one first dimension; or give a list of samples."
             )
         return TensorDataset(*arrays)
-    if isinstance(data, list):
-        _refuse_doubtful(data, name)
+    if isinstance(data, list):  # its first item tells
+        parts = list(leaves(data[0] if data else None))
+        are_arrays = all(isinstance(part, Tensor | np.ndarray) and part.ndim > 0 for part in parts)
+        is_loader = isinstance(parts[0] if parts else None, Dataset | DataLoader)
+        if is_loader or (are_arrays and len({len(part) for part in parts}) == 1):
+            raise DataError(
+                f"{name}= is a list whose first item, {shapes(data[0])}, could be a sample or a batch. Give "
+                f"DataLoader({name}, batch_size=32) for samples, DataLoader({name}, batch_size=None) for batches, a "
+                "tuple (inputs, targets) of arrays of all samples, or a dict of several named data."
+            )
     return data if isinstance(data, MapStyle) and not isinstance(data, str | bytes | type) else None
 
 
@@ -444,29 +456,9 @@ def _tensor(array: Any, options: LoaderOptions) -> Tensor:
     return found.to(options.floats) if found.dtype is torch.float64 and options.floats is not None else found
 
 
-def _refuse_doubtful(items: list[Any], name: str) -> None:
-    """Looks at the first item only."""
-    parts = list(leaves(items[0] if items else None))
-    are_arrays = all(isinstance(part, Tensor | np.ndarray) and part.ndim > 0 for part in parts)
-    is_loader = isinstance(parts[0] if parts else None, Dataset | DataLoader)
-    if is_loader or (are_arrays and len({len(part) for part in parts}) == 1):
-        raise DataError(
-            f"{name}= is a list whose first item, {shapes(items[0])}, could be a sample or a batch. Give "
-            f"DataLoader({name}, batch_size=32) for samples, DataLoader({name}, batch_size=None) for batches, a tuple "
-            "(inputs, targets) of arrays of all samples, or a dict of several named data."
-        )
-
-
 class _Made:
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._make())
-
-
-def as_rows(data: Any) -> Any:
-    """A list of rows of numbers, or of arrays of one dimension, as one array; anything else as it is."""
-    are_rows = isinstance(data, list) and data and all(isinstance(row, list | Array) for row in data)
-    rows = [np.asarray(row) for row in data] if are_rows else []
-    return np.stack(rows) if rows and all(row.ndim == 1 and row.dtype.kind in "biuf" for row in rows) else data

@@ -37,7 +37,7 @@ from dream_trainer.data.lane_stream import StreamLoader
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.distributed.job import is_lost_connection
 from dream_trainer.errors import ConfigError, DreamTrainerError, failing_frame, is_own, line_of
-from dream_trainer.testing.program import Program, become_rank, change, move, overridden
+from dream_trainer.testing.program import Program, become_rank, change, interpreter, move, overridden
 from dream_trainer.testing.run_probe import Probe
 from dream_trainer.trainer.base import BaseTrainer
 
@@ -151,15 +151,13 @@ def _change_loaders(job: Job) -> None:
 def start_rank(job: Job, rank: int) -> int:
     if not job.hash_seed:
         return fork(Path(job.directory), rank, partial(_train, job, rank))
-    path = Path(job.directory, "job")
-    path.write_bytes(pickle.dumps((sys.path, job)))
-    words = [sys.executable, "-c", f"from {__name__} import train_again; train_again({str(path)!r}, {rank})"]
+    words = interpreter(train_again, pickle.dumps(job), rank)
     return os.posix_spawn(sys.executable, words, os.environ | {"PYTHONHASHSEED": job.hash_seed})
 
 
-def train_again(path: str, rank: int) -> None:
-    sys.path[:], job = pickle.loads(Path(path).read_bytes())
-    _live(Path(job.directory), rank, partial(_train, job, rank))
+def train_again(job: bytes, rank: int) -> None:
+    unpickled: Job = pickle.loads(job)
+    _live(Path(unpickled.directory), rank, partial(_train, unpickled, rank))
 
 
 def _train(job: Job, rank: int) -> None:
@@ -266,9 +264,6 @@ class Run:
         if self.error is not None:
             return str(self.error["text"])
         return f"ranks ended with exit codes {[*self.codes.values()]}"
-
-    def output(self) -> str:
-        return "\n".join(file.read_text(errors="replace") for file in sorted(Path(self.job.directory).glob("output_*")))
 
 
 class Launcher:

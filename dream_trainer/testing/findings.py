@@ -58,7 +58,9 @@ class TrainerChecks:
         if scout.error is not None and scout.error["is_argument"]:
             raise ConfigError(scout.error["text"])
         if not scout.is_whole:
-            raise ProgramError((scout.error["trace"] if scout.error else f"{scout.why()}\n{scout.output()}").strip())
+            printed = [file.read_text(errors="replace") for file in sorted(Path(scout.job.directory).glob("output_*"))]
+            told = "\n".join([scout.why(), *printed])
+            raise ProgramError((scout.error["trace"] if scout.error else told).strip())
         record = scout.records[0]
         for name in record["modules"]:  # once, and not in each run
             with suppress(Exception):

@@ -7,7 +7,8 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from multiprocessing import Pipe
@@ -63,26 +64,24 @@ class Program:
 
     def _load(self) -> ModuleType:
         """The module; a file is loaded, but not run as a script."""
+        path = self.script()
         if not self.path.endswith(".py"):
-            try:
-                return import_module(self.path)
-            except ModuleNotFoundError as error:
-                told = f"{self.path!r} cannot be imported: {error}. Give a Python file, or a module."
-                raise ConfigError(told) from error
-        path = Path(self.script()).resolve()
+            return import_module(self.path)
         sys.path.insert(0, str(path.parent))  # a script may import files next to it
         spec: Any = spec_from_file_location("described_program", path)
         module = sys.modules[spec.name] = module_from_spec(spec)  # a dataclass looks for its module there
         spec.loader.exec_module(module)
         return module
 
-    def script(self) -> str:
-        is_file = self.path.endswith(".py")
-        found = None if is_file else find_spec(self.path)
-        path = self.path if is_file or found is None else found.origin
+    def script(self) -> Path:
+        """Its file."""
+        path: str | None = self.path
+        with suppress(ModuleNotFoundError):  # a package that the module would be in
+            if not self.path.endswith(".py") and (found := find_spec(self.path)) is not None:
+                path = found.origin
         if path is None or not Path(path).is_file():
             raise ConfigError(f"there is no program {self.path!r}. Give a Python file, or a module.")
-        return path
+        return Path(path).resolve()
 
     def run(self, kind: type, **values: Any) -> NoReturn:
         """Runs the program with `kind`, and these attributes, before its trainers' class; a `fit` ends the process."""
@@ -99,7 +98,7 @@ class Program:
             with trainer:
                 trainer.fit()
         else:  # as `python PROGRAM ARGUMENTS` does
-            is_script, path = True, Path(self.script()).resolve()
+            is_script, path = True, self.script()
             sys.argv = [str(path), *self.arguments]
             if self.path.endswith(".py"):
                 sys.path.insert(0, str(path.parent))
@@ -121,10 +120,7 @@ def overridden(config: Any, program: Program) -> Any:
         return config
     from dream_trainer.config.command_line import parse
 
-    parsed = parse(config, program.arguments)
-    for each in fields(config):
-        if each.name != "callbacks":
-            setattr(config, each.name, vars(parsed)[each.name])
+    vars(config).update(vars(parse(config, program.arguments)))
     return config
 
 
@@ -161,17 +157,20 @@ def preload() -> None:
         import_module(name)
 
 
+def interpreter(function: Callable[..., None], *args: Any) -> list[str]:
+    """The command line of a new interpreter that finds the same modules, and calls a function of this package."""
+    call = f"from {function.__module__} import {function.__name__} as work; work(*{args!r})"
+    return [sys.executable, "-c", f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; {call}"]
+
+
 def apart(function: str, *args: Any, **named: Any) -> Iterator[Any]:
     """What a function of this path sends by its last argument, in a new process: it has no threads, so it can fork."""
     ours, theirs = Pipe()
-    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    words = [sys.executable, "-c", f"from {__name__} import be_apart; be_apart({theirs.fileno()})"]
+    environment = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
     options: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     options |= {"env": environment, "pass_fds": [theirs.fileno()], "start_new_session": True}
-    with subprocess.Popen(words, **options), ours:
+    with subprocess.Popen(interpreter(be_apart, theirs.fileno()), **options), ours:
         theirs.close()
-        ours.send(sys.path)
         ours.send((function, args, named))
         while (found := ours.recv()) is not None:
             if isinstance(found, BaseException):
@@ -182,7 +181,6 @@ def apart(function: str, *args: Any, **named: Any) -> Iterator[Any]:
 def be_apart(pipe: int) -> None:
     preload()
     with Connection(pipe) as asker:
-        sys.path[:] = asker.recv()
         function, args, named = asker.recv()
         module, _, name = function.rpartition(".")
         try:

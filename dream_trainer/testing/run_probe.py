@@ -26,7 +26,6 @@ import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -37,6 +36,7 @@ from dream_trainer.data.loader import DistributedDataLoader, loader_batch_size, 
 from dream_trainer.distributed.seeds import hash_seed, seed_cpu
 from dream_trainer.errors import is_own as is_own_file
 from dream_trainer.events.callback import Callback
+from dream_trainer.loggers.buffer import whole
 from dream_trainer.nested import leaves
 from dream_trainer.parallel.micro_batches import digest, rows_of
 from dream_trainer.parallel.mixture_of_experts import MoE
@@ -177,12 +177,11 @@ class Summary:
 
 
 def summary(tensor: Tensor) -> Summary:
-    whole = tensor.detach()
-    whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-    flat = whole.reshape(-1)
+    global_tensor = whole(tensor.detach())
+    flat = global_tensor.reshape(-1)
     places = torch.linspace(0, max(0, flat.numel() - 1), min(SHOWN, flat.numel())).long()
     values = torch.view_as_real(flat[places]) if flat.is_complex() else flat[places]
-    return Summary(digest(whole), values.double().numpy())
+    return Summary(digest(global_tensor), values.double().numpy())
 
 
 class Probe(Callback):
@@ -366,9 +365,9 @@ class Probe(Callback):
 
 def _parameters(trainer: Any) -> Iterator[tuple[str, Tensor]]:
     for model_name, model in trainer.named_models().items():
-        whole = names_in_whole(model)
+        names = names_in_whole(model)
         for name, parameter in model.named_parameters():
-            yield f"{model_name}.{whole[name][0] if name in whole else name}", parameter
+            yield f"{model_name}.{names[name][0] if name in names else name}", parameter
 
 
 def _buffers(trainer: Any) -> Iterator[tuple[str, Tensor]]:
@@ -401,18 +400,13 @@ def _random() -> Any:
 def _facts(trainer: Any) -> dict[str, Any]:
     """What decides which runs make sense, and where the user's methods are."""
     kind = type(trainer)
-    hooks: dict[str, str] = {}
-    for part in reversed(kind.__mro__):
-        for name, method in vars(part).items():
-            hooks.pop(name, None)
-            if inspect.isfunction(method) and is_own(part):
-                code = inspect.unwrap(method).__code__
-                hooks[name] = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+    codes = {n: inspect.unwrap(f).__code__ for n, f in inspect.getmembers_static(kind, inspect.isfunction)}
+    own = {name: code for name, code in codes.items() if _is_own_file(code.co_filename)}
     dataset = getattr(trainer.train_dataloader, "dataset", None)  # of a loader of any library
     modules = (module for model in trainer.named_models().values() for module in model.modules())
     return {
         "class": kind.__name__,
-        "hooks": hooks,
+        "hooks": {name: f"{Path(code.co_filename).name}:{code.co_firstlineno}" for name, code in own.items()},
         "dataset": "the training loader" if dataset is None else type(dataset).__name__,
         "batch_size": loader_batch_size(trainer.train_dataloader),
         "accumulation": trainer.accumulation_steps,

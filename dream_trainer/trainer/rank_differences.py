@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch.nn as nn
 from torch import Tensor
 
+from dream_trainer.checkpoint.optimizer_state import MACHINE_OPTIONS
 from dream_trainer.checks import listed
 from dream_trainer.data.loader import ShardReader, loader_batch_size, training_loaders
 from dream_trainer.data.probe import Summary, differing, probed
@@ -31,8 +32,6 @@ _IN_ONE_ORDER = (
 
 _DIFFERENT_BUFFERS = "buffers of ranks"
 _ROUNDING = 1e-5  # ranks may add up in other orders, in float32
-# Which implementation runs is chosen by the machine.
-_NOT_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 
 
 def refuse_different_configs(runtime: Runtime) -> None:
@@ -146,7 +145,7 @@ def refuse_different_optimizers(runtime: Runtime) -> None:
         for index, group in enumerate(optimizer.param_groups):
             prefix = f"optimizer {name!r}, group {index}"
             for key, value in group.items():
-                if key not in _NOT_OPTIONS:
+                if key not in MACHINE_OPTIONS:
                     facts |= plain_facts(f"{prefix}: {key}", _number(value))
             of_group = enumerate(group["params"])
             order |= {f"{prefix}, parameter {place}": names.get(id(p), "of no model") for place, p in of_group}

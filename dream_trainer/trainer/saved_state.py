@@ -243,11 +243,11 @@ def restore(runtime: Runtime, manifest: Manifest, form: ModelForm, begins: Branc
         for name, optimizer in optimizers.items():
             name = kept_name(name, world.worker if workers > 1 else 0)
             values = saved[name] if world.stages == 1 else of_one_stage(saved[name], set(fqns.values()))
-            prepared = prepare_optimizer_state(
+            allocated, finish = prepare_optimizer_state(
                 name, optimizer, fqns, values, metadata, with_options=with_options, own=own_of_rank, rank=world.rank
             )
-            tensors |= prepared.tensors
-            finishing.append(prepared.finish)
+            tensors |= allocated
+            finishing.append(finish)
         return tensors | runtime.state_registry.tensors(metadata)
 
     of_another_run = ["workers.", "local_sgd."] if begins is not None else []

@@ -1,7 +1,5 @@
 """The kinds of files that contain weights. Opening one reads its header, and any block of a tensor can be read; no code
-in a file is run: pickles are read by PyTorch's `weights_only` reader. Files of an export appear complete or not at all:
-model.safetensors, or numbered shards with an index, and config.json; adapters in peft's layout; or a single
-.safetensors, .pt or .pth file."""
+in a file is run. Files of an export appear complete or not at all."""
 
 from __future__ import annotations
 

@@ -50,11 +50,11 @@ def write(root: Path, model: nn.Module, optimizer: Optimizer) -> Path:
 def restore(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
     models = {"net": model}
     values = api.read_shared(path)["optimizer"]
-    prepared = api.prepare_optimizer_state(
+    tensors, finish = api.prepare_optimizer_state(
         "main", optimizer, api.parameter_fqns(models), values, api.tensor_metadata(path)
     )
-    api.load_tensors(path, {**api.model_tensors(models), **prepared.tensors}, world=api.Ranks.alone())
-    prepared.finish()
+    api.load_tensors(path, {**api.model_tensors(models), **tensors}, world=api.Ranks.alone())
+    finish()
 
 
 def assert_equal(left: Any, right: Any) -> None:

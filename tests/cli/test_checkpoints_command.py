@@ -142,7 +142,7 @@ def test_ls_tells_whole_from_damaged_unfinished_and_aside(run: Path, command: Pr
     assert fourth["metrics"] == {"val/loss": "NaN"}
     assert (second["samples_seen"], second["epoch"], second["world_size"]) == (128, 1, 1)
     assert second["size"] == sum(file.stat().st_size for file in Path(second["path"]).iterdir())
-    assert "manifest.json is empty" in found["checkpoints"][6]["fault"]
+    assert "manifest.json is damaged" in found["checkpoints"][6]["fault"]
     said = command("ls", run)
     assert "step_00000007: " in said
     assert "schema version 99" in said

@@ -61,7 +61,7 @@ def test_it_prints_the_setup(name: str, program: str, tmp_path: Path, capsys: py
     ("arguments", "message"),
     [
         (["described.py"], "Use PROGRAM:NAME"),
-        (["no_such_module:Trainer"], "'no_such_module' cannot be imported"),
+        (["no_such_module:Trainer"], "there is no program 'no_such_module'"),
         (["described.py:Trainr"], "described.py has ['Trainer']"),
         (["described.py:Trainer", "--function", "other"], "described.py has no function 'other'"),
     ],

@@ -412,7 +412,7 @@ class Balanced(Trainer):
 
 
 REFUSED: dict[str, tuple[type[Trainer], dt.LocalSGDParameters, str]] = {
-    "workers": (Trainer, replace(PLAIN, workers=3), "workers=3 does not divide world_size=2"),
+    "workers": (Trainer, replace(PLAIN, workers=3), "workers=3 does not divide the dp_replicate=2 copies"),
     "batch norm": (Synchronised, PLAIN, "model.norm is a SyncBatchNorm over all ranks"),
     "experts": (Balanced, PLAIN, "experts balances its experts by the loads of all ranks"),
     "gathering": (Gathering, PLAIN, "all_gather_with_gradient speaks to all ranks in each step"),
