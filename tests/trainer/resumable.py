@@ -257,7 +257,7 @@ def stateful_loader(data: Dataset[Any], size: int, workers: dict[str, Any]) -> A
     return StatefulDataLoader(data, size, sampler=sampler, **workers)
 
 
-def state_tensors(trainer: Resumable) -> dict[str, Tensor]:
+def state_tensors(trainer: Any) -> dict[str, Tensor]:
     """Whole copies of parameters, buffers and optimizer state by name; a collective where they are sharded."""
     names = {parameter: name for name, parameter in trainer.model.named_parameters()}
     found = dict(trainer.model.named_parameters()) | dict(trainer.model.named_buffers())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader
-from tests.trainer.arithmetic import Tokens, full, loss_of as mean_loss, step_by_hand
+from tests.trainer.arithmetic import Tokens, count, full, loss_of as mean_loss, step_by_hand
 from tests.trainer.small import CaseConfig as Config, Noting, case_config, fit_each, weights
 
 VOCABULARY, WIDTH, LENGTH, STEPS, BATCH, BLOCKS = 13, 8, 6, 4, 16, 5
@@ -89,10 +89,6 @@ class Rows(Tokens):
 
 def cropped(case: Case, step: int, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor[:, :4] if case.changing and step % 2 else tensor for tensor in tensors)
-
-
-def count(labels: Tensor) -> Tensor:
-    return (labels != -100).sum()
 
 
 class Trained(Noting):

@@ -1,7 +1,6 @@
 """Several models and optimizers in one trainer, side by side and in turns, against the same written by hand."""
 
 import contextlib
-import copy
 from typing import Any, NamedTuple
 
 import pytest
@@ -195,33 +194,6 @@ def follow(plan: str) -> dict[str, Any]:
 def test_a_step_with_no_total_of_its_own_is_an_error_that_names_the_model(plan: str, told: str) -> None:
     with pytest.raises(StepError, match=told):
         follow(plan)
-
-
-def test_a_loop_that_passes_the_trainer_by_is_told_so() -> None:
-    class PlainLoop(Three):
-        def training_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
-            self.a(batch[0]).square().mean().backward()
-            self.optimizers["a"].step()
-            return {}
-
-    with pytest.raises(StepError, match=r"Call self.backward\(loss\) instead of loss.backward"):
-        results_of(PlainLoop(small.make_config(max_steps=1)))
-
-
-@pytest.mark.pitfall(24)
-def test_a_copied_model_computes_with_its_own_weights() -> None:
-    with Three(small.make_config(n_epochs=1), "a1 a!") as trainer:
-        trainer.fit()
-        twin = copy.deepcopy(trainer.a)
-        before = small.weights(trainer.a)
-        with torch.no_grad():
-            for parameter in twin.parameters():
-                parameter.zero_()
-        x = torch.ones(1, small.WIDTH, dtype=torch.float64)
-        assert twin(x).abs().max() == 0
-        assert trainer.a(x).abs().max() > 0
-        small.assert_same_weights(small.weights(trainer.a), before)
-        assert trainer.get_optimizers_by_model(twin) == []
 
 
 class Forgotten(Body):
