@@ -72,6 +72,35 @@ class KeepsNext:
         self.next = state["next"]
 
 
+class LiveShuffle:
+    """A shuffle buffer that hands its state out as it is, and draws each sample from a global generator."""
+
+    def __init__(self, length: int, size: int, capacity: int) -> None:
+        self.length, self.size, self.capacity = length, size, capacity
+        self.buffer: list[int] = []
+        self.next = 0
+        self.was_loaded = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.was_loaded:
+            self.buffer, self.next = [], 0
+        self.was_loaded = False
+        while self.buffer or self.next < self.length:
+            batch = []
+            while len(batch) < self.size and (self.buffer or self.next < self.length):
+                while len(self.buffer) < self.capacity and self.next < self.length:
+                    self.buffer.append(self.next)
+                    self.next += 1
+                batch.append(self.buffer.pop(random.randrange(len(self.buffer))))
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"buffer": self.buffer, "next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.buffer, self.next, self.was_loaded = state["buffer"], state["next"], True
+
+
 class Order(Sampler[int]):
     """Somebody's sampler, which draws its order from a global generator when a pass begins."""
 

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 import dream_trainer as dt
 from dream_trainer.events import sanity_checks
 from tests.api import DataError, DistributedDataLoader, HookError, RankBatchSampler, StepError, WindowFeed
+from tests.data.samples import KeepsNext
 from tests.programs import run_programs
 from tests.trainer import small
 from tests.trainer.small import Alone, Samples, assert_same_weights, batches, by_hand, fit, make_config, weights
@@ -377,25 +378,6 @@ def test_a_closed_trainer_says_so() -> None:
         trainer.fit()
 
 
-def test_only_time_in_fit_counts_as_elapsed() -> None:
-    class Stops(Alone):
-        def post_train_step(self) -> None:
-            time.sleep(0.02)
-            if self.global_step % 3 == 0:
-                self.request_stop("a pause")
-
-    inside = 0.0
-    with Stops(make_config(max_steps=6), batches(6)) as trainer:
-        for _ in range(2):
-            began = time.monotonic()
-            trainer.fit()
-            inside += time.monotonic() - began
-            time.sleep(0.2)
-            trainer.settle()
-        assert trainer.global_step == 6
-        assert 6 * 0.02 <= trainer.progress.elapsed_seconds <= inside
-
-
 def test_windows_without_a_step_validate_and_save_no_second_time_at_the_same_step() -> None:
     class Idles(Checked, dt.CheckpointMixin):
         def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
@@ -526,27 +508,12 @@ def test_a_hook_that_returns_something_else_is_an_error_that_says_so(hook: str, 
         cls(make_config(), batches(2)).fit()
 
 
-@pytest.mark.pitfall(12)
-@pytest.mark.pitfall(33)
-def test_a_distributed_loader_and_the_plain_one_give_the_same_batches_in_one_process() -> None:
-    plain = train(DataLoader(Samples(12), 2, shuffle=True), n_epochs=2)
-    assert plain.seen == train(DistributedDataLoader(Samples(12), 2, shuffle=True), n_epochs=2).seen
-
-
-class WithState:
-    next = 0
-
+class WithState(KeepsNext):
     def __iter__(self) -> Iterator[Any]:
         while self.next < 6:
             self.next += 1
             yield batches(6)[self.next - 1]
         self.next = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"next": self.next}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.next = state["next"]
 
 
 class FailsInStepThree(Alone):
