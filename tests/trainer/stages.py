@@ -106,10 +106,13 @@ class Trained(Noting):
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-2)
         self.initial = weights_of(self)
 
+    def loss_fn(self) -> Any:
+        return mean_loss
+
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
         tokens, labels = cropped(self.config.case, batch_idx, *batch)
         weight = count if self.config.case.weighted else None
-        loss = self.forward_backward(self.model, (tokens,), labels, mean_loss, weight=weight)
+        loss = self.forward_backward(self.model, (tokens,), labels, self.loss_fn(), weight=weight)
         if not self.is_accumulating_gradients:
             self.norms.append(float(self.step(self.model, self.optimizer)))
         return {"loss": loss}
