@@ -34,19 +34,6 @@ def plain_loader(cls: type[small.Spread]) -> dict[str, Any]:
         return {"seen": trainer.seen, "weights": small.weights(trainer.model), "counters": counters}
 
 
-def global_batch() -> dict[str, Any]:
-    """The same global batch of 12, whatever the ranks."""
-    config = small.make_config(n_epochs=2, train_batch_size=2, global_batch_size=12)
-    with small.Spread(config, DistributedDataLoader(small.Samples(36), 2, shuffle=True)) as trainer:
-        trainer.fit()
-        return {
-            "counters": (trainer.global_step, trainer.samples_seen, trainer.total_steps),
-            "accumulation": trainer.accumulation_steps,
-            "seen": trainer.seen,
-            "weights": small.weights(trainer.model),
-        }
-
-
 class Drops(small.Spread):
     """Records the masks that dropout draws, and one draw of torch in each step."""
 
@@ -315,7 +302,6 @@ def everything() -> dict[str, Any]:
     return {
         "plain": plain_loader(small.Spread),
         "plain sharded": plain_loader(small.Sharded),
-        "global batch": global_batch(),
         "masks": dropout_masks(),
         "stop": small.fit(Stops(small.make_config(n_epochs=5), pairs(40))).global_step,
         "clock": small.fit(Naps(small.make_config(max_time=timedelta(seconds=0.2)), pairs(40))).global_step,
@@ -333,7 +319,7 @@ def everything() -> dict[str, Any]:
 
 
 def alone() -> dict[str, Any]:
-    return {"global batch": global_batch(), "masks": dropout_masks(), "defaults": defaults()}
+    return {"masks": dropout_masks(), "defaults": defaults()}
 
 
 @pytest.fixture(scope="module")
@@ -356,20 +342,6 @@ def test_a_plain_loader_is_split_over_the_ranks(two: list[dict[str, Any]], case:
     for found in ranks:
         assert found["counters"] == (6, 24, 6, 6)
         small.assert_same_weights(found["weights"], expected)
-
-
-def test_counters_weights_and_samples_are_those_of_any_world(one: dict[str, Any], two: list[dict[str, Any]]) -> None:
-    expected = one["global batch"]
-    assert expected["counters"] == (6, 72, 6)
-    ranks = [found["global batch"] for found in two]
-    for found in ranks:
-        assert found["counters"] == expected["counters"]
-        assert found["accumulation"] == 3
-        small.assert_same_weights(found["weights"], expected["weights"])
-    for step in range(6):
-        alone = [number for part in expected["seen"][step * 6 : step * 6 + 6] for number in part]
-        parts = [part for found in ranks for part in found["seen"][step * 3 : step * 3 + 3]]
-        assert sorted(alone) == sorted(number for part in parts for number in part)
 
 
 @pytest.mark.pitfall(11)

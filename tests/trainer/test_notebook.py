@@ -49,6 +49,8 @@ def test_after_an_exception_evaluate_works_and_fit_goes_on(place: str, at: int, 
         trainer.fails_in, trainer.fails_at = place, at
         with pytest.raises(KeyError, match="the cause"):
             trainer.fit()
+        assert torch.is_grad_enabled()
+        assert all(module.training for module in (trainer, *trainer.model.modules()))
         if place == "step":
             before = small.weights(trainer.model)
             assert trainer.evaluate().keys() == {"val/loss"}

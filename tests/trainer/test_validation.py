@@ -131,15 +131,6 @@ def test_training_is_the_same_bits_with_and_without_validation() -> None:
         assert torch.equal(small.weights(with_it.model)[name], value)
 
 
-def test_validation_is_the_same_each_time_though_it_draws() -> None:
-    class Draws(Checked):
-        def validation_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
-            return {"draw": torch.rand(())}
-
-    trainer = small.fit(Draws(small.make_config(n_epochs=3), small.batches(2), small.batches(2)))
-    assert trainer.metrics[0] == trainer.metrics[1] == trainer.metrics[2]
-
-
 @pytest.mark.pitfall(9)
 def test_each_modules_own_mode_comes_back_and_inside_all_are_in_eval_mode() -> None:
     class Watch(Checked):
@@ -157,21 +148,6 @@ def test_each_modules_own_mode_comes_back_and_inside_all_are_in_eval_mode() -> N
     assert trainer.training
     assert not any(module.training for module in trainer.model[0].modules())
     assert trainer.model[1].training
-
-
-@pytest.mark.pitfall(9)
-def test_an_exception_in_validation_leaves_train_mode_and_gradients_on() -> None:
-    class Breaks(Checked):
-        def validation_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
-            torch.rand(1)
-            raise ZeroDivisionError
-
-    trainer = Breaks(small.make_config(n_epochs=1), small.batches(2), small.batches(2))
-    with pytest.raises(ZeroDivisionError):
-        trainer.fit()
-    assert trainer.training
-    assert all(module.training for module in trainer.model.modules())
-    assert torch.is_grad_enabled()
 
 
 class ReturnsATensor(Checked):
