@@ -321,12 +321,6 @@ def test_a_validation_sees_the_averages_and_training_does_not_notice(order: int,
     assert same_bits(small.weights(trainer.model), small.weights(without.model))
 
 
-def test_without_validate_a_validation_sees_the_weights() -> None:
-    ema, sees = dt.EMA(0.9, validate=False), Sees()
-    small.fit(Validated(small.make_config(n_epochs=1, callbacks=[ema, sees]), small.batches(3), small.batches(1)))
-    assert same_bits(sees.seen["start"][0], sees.seen["train"][-1])
-
-
 class Breaks(Validated):
     def validation_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
         if batch_idx == 1:

@@ -11,10 +11,10 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 
 
 class DrawingDataset(Dataset[dict[str, Any]]):
-    """Sample i is i and one draw of each global generator, as an augmentation would make it."""
+    """Sample i is `first` + i and one draw of each global generator, as an augmentation would make it."""
 
-    def __init__(self, length: int) -> None:
-        self.length = length
+    def __init__(self, length: int, first: int = 0) -> None:
+        self.length, self.first = length, first
 
     def __len__(self) -> int:
         return self.length
@@ -23,7 +23,7 @@ class DrawingDataset(Dataset[dict[str, Any]]):
         if not 0 <= index < self.length:
             raise IndexError(index)
         return {
-            "index": index,
+            "index": self.first + index,
             "torch": torch.rand((), dtype=torch.float64),
             "numpy": np.random.rand(),
             "python": random.random(),
