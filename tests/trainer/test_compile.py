@@ -19,7 +19,7 @@ from tests.operations import Operations
 from tests.overlap import overlap_on_the_cpu
 from tests.trainer import arithmetic, test_tensor_parallel as split
 from tests.trainer.arithmetic import full, same_bits
-from tests.trainer.small import Built, Validates, fused_adamw, run_config, weights
+from tests.trainer.small import FromSeed, Validates, fused_adamw, run_config, weights
 from tests.worlds import run_world
 
 WIDTH, N_BLOCKS, N_STEPS = 8, 4, 5
@@ -51,9 +51,8 @@ class Net(nn.Module):
         return self.head(x)
 
 
-class Trained(Validates, Built, dt.DreamTrainer):
+class Trained(Validates, FromSeed):
     make_model: Any = Net
-    init_weights = dt.DreamTrainer.init_weights
 
     def __init__(self, config: Any) -> None:
         super().__init__(config, make_optimizer=fused_adamw)

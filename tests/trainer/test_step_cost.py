@@ -22,7 +22,7 @@ import dream_trainer as dt
 from dream_trainer import callbacks as cb
 from tests.api import DistributedDataLoader, Flags, fsdp_modules, gathered_twins, local_tensor
 from tests.late_norms import norms_are_read_late
-from tests.trainer.small import BY_BLOCKS, WIDTH, Alone, Batch, Built, Samples, fit, make_config
+from tests.trainer.small import BY_BLOCKS, WIDTH, Alone, Batch, FromSeed, Samples, fit, make_config
 from tests.worlds import gloo_group, run_world
 
 pytestmark = pytest.mark.usefixtures("late_norms")
@@ -96,8 +96,8 @@ class Bare(Body, Alone):
     pass
 
 
-class Whole(Body, Built, dt.DreamTrainer):
-    init_weights = dt.DreamTrainer.init_weights
+class Whole(Body, FromSeed):
+    pass
 
 
 def counted(trainer: Any) -> dict[str, int]:
