@@ -132,10 +132,8 @@ class WithPlainParts(small.Sharded):
     def configure_optimizers(self) -> None:
         self.optimizer = decaying(*self.named_models().values())
 
-    def training_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
-        self.backward(summed_loss(self.model, self.narrow, self.wide, batch))
-        self.step(self.model, self.optimizer)
-        return {}
+    def loss_of(self, batch: small.Batch) -> torch.Tensor:
+        return summed_loss(self.model, self.narrow, self.wide, batch)
 
 
 def plain_parts() -> tuple[nn.Module, nn.Module, nn.Module]:
@@ -195,12 +193,9 @@ def uneven_window() -> tuple[str, list[list[int]], dict[str, torch.Tensor]]:
 class NothingToLearn(small.Sharded):
     """Weighs a whole window with nothing, then one rank's part of another."""
 
-    def training_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
-        x, y, _ = batch
+    def weight_of(self, batch: small.Batch) -> torch.Tensor:
         is_nothing = self.global_step == 1 or (self.global_step == 2 and self.world.rank == 1)
-        self.backward(nn.functional.mse_loss(self.model(x), y), weight=torch.tensor(0 if is_nothing else 2))
-        self.step(self.model, self.optimizer)
-        return {}
+        return torch.tensor(0 if is_nothing else 2)
 
 
 def zero_weights() -> dict[str, Any]:
