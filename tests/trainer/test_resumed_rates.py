@@ -73,9 +73,6 @@ class Scheduled(saves.Saves):
     def finish(self) -> None:
         self.step(self.model, self.optimizer, self.scheduler)
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        return {"loss": self.model(batch[0]).square().mean()}
-
 
 def used(optimizer: Optimizer) -> tuple[float, float]:
     group = optimizer.param_groups[0]
