@@ -165,11 +165,7 @@ class DatasetByRank(Small):
 
 
 class UnweightedTokens(WeightedTokens):
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        loss = self.loss(batch)
-        self.backward(loss)
-        self.step(self.model, self.optimizer)
-        return {"loss": loss}
+    training_step = Small.training_step
 
 
 class Codebook(nn.Module):
