@@ -108,11 +108,11 @@ def test_a_resumed_pass_has_the_batches_of_the_uninterrupted_one(kind: str) -> N
 
 @pytest.mark.pitfall(75)
 def test_a_state_that_was_loaded_and_not_yet_left_behind_is_saved_again_as_it_was() -> None:
-    stream = open_stream(LiveShuffle())
+    stream = open_stream(MAKERS["live shuffle"]())
     window = stream.next_window()
     assert window.rank_state is not None
     before = typed_json.dumps(window.rank_state)
-    second = open_stream(LiveShuffle())
+    second = open_stream(MAKERS["live shuffle"]())
     second.seek(window.end, window.rank_state, is_pass_over=False, state=None)
     second.next_window()
     assert typed_json.dumps(window.rank_state) == before

@@ -224,11 +224,6 @@ def goes_on_after_its_step(trainer: Alone, batch: Batch, batch_idx: int) -> None
     trainer.backward(loss_of(trainer, batch))
 
 
-def passes_the_trainer_by(trainer: Alone, batch: Batch, batch_idx: int) -> None:
-    loss_of(trainer, batch).backward()
-    trainer.optimizer.step()
-
-
 def zeroes_before_its_backward(trainer: Alone, batch: Batch, batch_idx: int) -> None:
     trainer.optimizer.zero_grad()
     steps(trainer, batch, batch_idx)
@@ -262,7 +257,6 @@ def test_habits_of_a_plain_loop_are_harmless_in_windows_of_one(step: Step, times
         (weighs_one_of_two, 1, r"\(model, other\).*model="),
         (steps_the_wrong_way_round, 1, r"self\.step\(model, optimizer\)"),
         (goes_on_after_its_step, 1, "step"),
-        (passes_the_trainer_by, 1, r"Call self.backward\(loss\) instead of loss.backward"),
         (zeroes_after_its_step, 2, r"zero_grad\(\) out"),
         (zeroes_before_its_backward, 2, r"zero_grad\(\) out"),
         (steps_twice, 2, "twice for an optimizer"),
