@@ -49,7 +49,8 @@ CI_ONLY = tuple(
         trainer/test_changing_data.py trainer/test_compile.py::test_compiled_blocks
         trainer/test_compile.py::test_modules_of trainer/test_context_draws.py
         trainer/test_context_parallel.py::test_training_on_parts_of_sequences_equals_a_loop_written_by_hand[4
-        trainer/test_drawn.py trainer/test_equal_metrics.py trainer/test_expert_parallel.py::test_a_run
+        trainer/test_double_backward.py trainer/test_drawn.py trainer/test_equal_metrics.py
+        trainer/test_expert_parallel.py::test_a_run
         trainer/test_expert_parallel.py::test_a_window trainer/test_expert_parallel.py::test_stages
         trainer/test_expert_parallel.py::test_training_equals_a_loop_written_by_hand[4
         trainer/test_expert_parallel.py::test_training_equals_a_loop_written_by_hand[alone

@@ -507,7 +507,7 @@ MUTANTS = [
         "dream_trainer/compat/fully_shard.py",
         "self.reshard_after_backward = False",
         "pass",
-        "tests/trainer/test_plain_steps.py -k [blocks]",
+        "tests/trainer/test_double_backward.py",
     ),
     Mutant(
         "batch norm's statistics differ by rank",

@@ -163,20 +163,6 @@ def gradient_penalty(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return fit_loss(model, x, y) + inner.square().mean()
 
 
-def penalty(model: nn.Module, x: Tensor) -> Tensor:
-    """Of a critic's gradient; it leaves the bias of the head without one."""
-    x = (x * 0.5).requires_grad_()
-    (inner,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    return (inner.norm(dim=1) - 1).square().mean()
-
-
-def penalty_of_the_same_output(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    x = x.clone().requires_grad_()
-    found = model(x)
-    (inner,) = torch.autograd.grad(found.sum(), x, create_graph=True)
-    return mse_loss(found, y) + (inner.norm(dim=1) - 1).square().mean()
-
-
 def kept_beside(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return fit_loss(model, x, y) + sum(block.kept.sum() for block in model.blocks)
 
@@ -249,10 +235,6 @@ KINDS: dict[str, Loss] = {
     "of an earlier forward": of_an_earlier_forward,
     "frozen after a read": frozen_after_a_read,
     "in other ways": in_other_ways,
-    "penalty before": lambda model, x, y: penalty(model, x) + fit_loss(model, x, y),
-    "penalty alone": lambda model, x, y: penalty(model, x),
-    "penalty of the same output": penalty_of_the_same_output,
-    "penalty after": lambda model, x, y: fit_loss(model, x, y) + penalty(model, x),
 }
 ONCE = ("replaced data", "loaded", "written")  # change weights, which two ranks do once and a loop by hand twice
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -359,7 +341,7 @@ def loop_by_hand(model: nn.Module, loss_of: Loss, accumulation: int, ranks: int)
     return norms, after
 
 
-@pytest.mark.pitfall(84, 104)
+@pytest.mark.pitfall(104)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_code_that_treats_the_model_as_a_plain_module_trains_as_one_process(layout: str) -> None:
     kinds = ["method first", "penalty on all", "kept", "written"]
