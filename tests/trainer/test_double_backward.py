@@ -9,20 +9,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from tests.api import DistributedDataLoader
-from tests.trainer.small import (
-    BY_BLOCKS,
-    Batch,
-    Samples,
-    Spread,
-    filled_network,
-    make_config,
-    mean_square,
-    sgd,
-    sharded,
-    train_by_hand,
-    weights,
-    windows,
-)
+from tests.trainer import small
 from tests.worlds import run_each
 
 
@@ -40,11 +27,11 @@ def penalty(critic: nn.Module, x: Tensor) -> Tensor:
     return ((gradient.norm(dim=1) - 1) ** 2).mean()
 
 
-def loss_of(kind: str, critic: nn.Module, batch: Batch) -> Tensor:
+def loss_of(kind: str, critic: nn.Module, batch: small.Batch) -> Tensor:
     if kind == "before":
-        return penalty(critic, batch[0]) + mean_square(critic, batch)
+        return penalty(critic, batch[0]) + small.mean_square(critic, batch)
     if kind == "after":
-        return mean_square(critic, batch) + penalty(critic, batch[0])
+        return small.mean_square(critic, batch) + penalty(critic, batch[0])
     if kind == "of the same output":
         x = batch[0].clone().requires_grad_()
         found = critic(x)
@@ -53,10 +40,10 @@ def loss_of(kind: str, critic: nn.Module, batch: Batch) -> Tensor:
     return penalty(critic, batch[0])
 
 
-class Penalised(Spread):
+class Penalised(small.Spread):
     kind = ""
 
-    def loss_of(self, batch: Batch) -> Tensor:
+    def loss_of(self, batch: small.Batch) -> Tensor:
         return loss_of(self.kind, self.model, batch)
 
 
@@ -68,20 +55,22 @@ CASES = [
 
 
 def train(case: Case) -> dict[str, Tensor]:
-    fsdp = BY_BLOCKS if case.layout == "blocks" else None
-    config = make_config(n_epochs=1, gradient_accumulation_steps=case.accumulation, fsdp=fsdp)
-    kind = Penalised if case.layout == "replicate" else sharded(Penalised)
-    with kind(config, DistributedDataLoader(Samples(24), 2)) as trainer:
+    fsdp = small.BY_BLOCKS if case.layout == "blocks" else None
+    config = small.make_config(n_epochs=1, gradient_accumulation_steps=case.accumulation, fsdp=fsdp)
+    kind = Penalised if case.layout == "replicate" else small.sharded(Penalised)
+    with kind(config, DistributedDataLoader(small.Samples(24), 2)) as trainer:
         trainer.kind = case.kind
         trainer.fit()
-        return weights(trainer.model)
+        return small.weights(trainer.model)
 
 
 @pytest.mark.pitfall(84)
 @pytest.mark.parametrize("n_ranks", [1, 2])
 def test_a_penalty_on_a_gradient_trains_as_by_hand(n_ranks: int) -> None:
     for case, ranks in run_each(train, n_ranks, CASES):
-        critic = filled_network()
-        train_by_hand(critic, sgd(critic), windows(24, 2, n_ranks * case.accumulation), partial(loss_of, case.kind))
+        critic = small.filled_network()
+        small.train_by_hand(
+            critic, small.sgd(critic), small.windows(24, 2, n_ranks * case.accumulation), partial(loss_of, case.kind)
+        )
         for found in ranks:
-            torch.testing.assert_close(found, weights(critic), rtol=1e-10, atol=1e-12, msg=f"{case}: {{}}".format)
+            torch.testing.assert_close(found, small.weights(critic), rtol=1e-10, atol=1e-12, msg=f"{case}: {{}}".format)
