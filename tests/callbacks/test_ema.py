@@ -321,12 +321,6 @@ def test_a_validation_sees_the_averages_and_training_does_not_notice(order: int,
     assert same_bits(small.weights(trainer.model), small.weights(without.model))
 
 
-def test_without_validate_a_validation_sees_the_weights() -> None:
-    ema, sees = dt.EMA(0.9, validate=False), Sees()
-    small.fit(Validated(small.make_config(n_epochs=1, callbacks=[ema, sees]), small.batches(3), small.batches(1)))
-    assert same_bits(sees.seen["start"][0], sees.seen["train"][-1])
-
-
 class Breaks(Validated):
     def validation_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
         if batch_idx == 1:
@@ -417,17 +411,6 @@ def test_the_averages_of_a_run_that_skipped_on_the_device_resume_too() -> None:
     small.assert_same_weights(averaged(ema), truth)
 
 
-def test_a_run_that_resumes_without_averages_starts_them_from_the_resumed_weights() -> None:
-    small.fit(Saved(saved_config(3)))
-    ema = dt.EMA(0.9, warm_up=False)
-    trainer = small.fit(Saved(saved_config(3, ema)))  # has nothing left to do
-    assert trainer.global_step == 3
-    assert same_bits(averaged(ema), small.weights(trainer.model))
-    ema = dt.EMA(0.9, warm_up=False)
-    small.fit(Saved(saved_config(5, ema)))
-    small.assert_same_weights(averaged(ema), after_three())
-
-
 @pytest.mark.parametrize(("steps", "every"), [(8, 1), (7, 2)], ids=["after an update", "between two updates"])
 def test_going_back_to_a_checkpoint_takes_the_averages_back(steps: int, every: int) -> None:
     ema = dt.EMA(0.9, every_n_steps=every)
@@ -439,21 +422,22 @@ def test_going_back_to_a_checkpoint_takes_the_averages_back(steps: int, every: i
     small.assert_same_weights(averaged(ema), by_hand_averaged(SAVED_WINDOWS[:steps], decay=0.9, every=every))
 
 
-def after_three() -> dict[str, Tensor]:
-    """What an average with 0.9 comes to that starts at step 3, after step 5."""
-    third, fourth, fifth = (small.weights(small.by_hand(SAVED_WINDOWS[:count])) for count in (3, 4, 5))
-    return {name: 0.81 * third[name] + 0.09 * fourth[name] + 0.1 * fifth[name] for name in third}
-
-
-def test_going_to_a_checkpoint_without_averages_starts_them_anew() -> None:
-    path = small.fit(Saved(saved_config(3))).checkpoints()[-1].path
+@pytest.mark.parametrize("experiment", ["run", "other"])
+def test_a_checkpoint_without_averages_starts_them_from_its_weights(experiment: str) -> None:
+    """That of the run, which resumes, and another one's, which it goes to by hand."""
+    path = small.fit(Saved(saved_config(3, experiment="run"))).checkpoints()[-1].path
     ema = dt.EMA(0.9, warm_up=False)
-    with Saved(saved_config(5, ema, experiment="other")) as trainer:
-        trainer.fit()
-        trainer.load_checkpoint(path)
+    with Saved(saved_config(5, ema, experiment=experiment)) as trainer:
+        if experiment == "other":
+            trainer.fit()
+            trainer.load_checkpoint(path)
+        trainer.evaluate()
+        assert trainer.global_step == 3
         assert same_bits(averaged(ema), small.weights(trainer.model))
         trainer.fit()
-    small.assert_same_weights(averaged(ema), after_three())
+    third, fourth, fifth = (small.weights(small.by_hand(SAVED_WINDOWS[:count])) for count in (3, 4, 5))
+    expected = {name: 0.81 * third[name] + 0.09 * fourth[name] + 0.1 * fifth[name] for name in third}
+    small.assert_same_weights(averaged(ema), expected)
 
 
 def test_a_checkpoint_before_the_first_step_holds_the_weights_as_averages() -> None:

@@ -39,8 +39,9 @@ def test_every_field_refuses_a_value_of_another_type(cls: Any) -> None:
 @pytest.mark.pitfall(53)
 @pytest.mark.parametrize("cls", CLASSES)
 def test_it_cannot_be_changed_after_it_was_built(cls: Any) -> None:
-    with pytest.raises(FrozenInstanceError):
-        setattr(cls(), fields(cls)[0].name, 3)
+    name = fields(cls)[0].name
+    with pytest.raises(FrozenInstanceError, match=rf"replace\(\.\.\., {name}=\.\.\.\)"):
+        setattr(cls(), name, 3)
 
 
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
@@ -82,6 +83,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (dt.Float8Parameters, {"skip": ("(",)}, "skip='(' is not a regular expression"),
     (dt.ActivationCheckpointingParameters, {"keep": ()}, "keep=() keeps nothing"),
     (dt.PipelineParallelParameters, {"stages_per_rank": 2}, "stages_per_rank=2 with schedule='1F1B': it has 1"),
+    (dt.PipelineParallelParameters, {"stages_per_rank": 1, "schedule": "Interleaved1F1B"}, "B': it has 2 or more"),
     (dt.CompileParameters, {"async_tensor_parallel": True, "backend": "eager"}, "only inductor overlaps"),
 ]
 
@@ -142,6 +144,8 @@ def test_an_unknown_field_is_answered_with_the_nearest_or_with_all() -> None:
         Training(n_epoch=3)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match=r"no field x\. Use optimizer, schedule, counters or data\."):
         dt.BranchParameters(x=3)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="traning_parameters.*training_parameters"):
+        dt.DreamTrainerConfig(experiment="one", traning_parameters=None)  # type: ignore[call-arg]
 
 
 def test_a_subclass_is_checked_as_its_parent_and_by_its_own_types() -> None:

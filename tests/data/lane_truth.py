@@ -5,6 +5,7 @@ import io
 import json
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,11 +139,7 @@ def open_lanes(
     return streams  # type: ignore[return-value]
 
 
-class Job(reading.Job):
-    """Over lanes."""
-
-    def steps(self, count: int) -> list[list[Any]]:
-        return [[sample for batch in batches for sample in batch] for batches in self.read(count)]
+Job = partial(reading.Job, form=lambda batches: [sample for batch in batches for sample in batch])
 
 
 def read_in_parts(source: Callable[[], Any], parts: Sequence[tuple[Layout, int]], **options: Any) -> list[list[Any]]:

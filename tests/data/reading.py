@@ -37,8 +37,8 @@ End = tuple[DataPosition, dict[str, Any] | None, bool]
 class Job:
     """All ranks of a run, in one process, which read, save and resume as a trainer does it."""
 
-    def __init__(self, streams: Sequence[TrainStream]) -> None:
-        self.streams = streams
+    def __init__(self, streams: Sequence[TrainStream], form: Callable[[list[Any]], Any] = list) -> None:
+        self.streams, self.form = streams, form
         self.ends: list[End] = [(DataPosition(0, 0, 0), None, False) for _ in streams]
         self._ahead: list[Any] | None = None
 
@@ -91,7 +91,7 @@ class Job:
 
     def steps(self, count: int) -> list[Any]:
         """The next steps in the form in which they are compared."""
-        return list(self.read(count))
+        return [self.form(batches) for batches in self.read(count)]
 
     def saved(self) -> list[str]:
         """What each rank would save now, in a file."""

@@ -11,10 +11,10 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 
 
 class DrawingDataset(Dataset[dict[str, Any]]):
-    """Sample i is i and one draw of each global generator, as an augmentation would make it."""
+    """Sample i is `first` + i and one draw of each global generator, as an augmentation would make it."""
 
-    def __init__(self, length: int) -> None:
-        self.length = length
+    def __init__(self, length: int, first: int = 0) -> None:
+        self.length, self.first = length, first
 
     def __len__(self) -> int:
         return self.length
@@ -23,7 +23,7 @@ class DrawingDataset(Dataset[dict[str, Any]]):
         if not 0 <= index < self.length:
             raise IndexError(index)
         return {
-            "index": index,
+            "index": self.first + index,
             "torch": torch.rand((), dtype=torch.float64),
             "numpy": np.random.rand(),
             "python": random.random(),
@@ -70,6 +70,35 @@ class KeepsNext:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.next = state["next"]
+
+
+class LiveShuffle:
+    """A shuffle buffer that hands its state out as it is, and draws each sample from a global generator."""
+
+    def __init__(self, length: int, size: int, capacity: int) -> None:
+        self.length, self.size, self.capacity = length, size, capacity
+        self.buffer: list[int] = []
+        self.next = 0
+        self.was_loaded = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.was_loaded:
+            self.buffer, self.next = [], 0
+        self.was_loaded = False
+        while self.buffer or self.next < self.length:
+            batch = []
+            while len(batch) < self.size and (self.buffer or self.next < self.length):
+                while len(self.buffer) < self.capacity and self.next < self.length:
+                    self.buffer.append(self.next)
+                    self.next += 1
+                batch.append(self.buffer.pop(random.randrange(len(self.buffer))))
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"buffer": self.buffer, "next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.buffer, self.next, self.was_loaded = state["buffer"], state["next"], True
 
 
 class Order(Sampler[int]):

@@ -15,36 +15,9 @@ from dream_trainer.checkpoint import typed_json
 from tests.api import DataError, DataPosition, PerRankLoader, SampleCount, TrainStream
 from tests.data import reading
 from tests.data.reading import read, windows_until
-from tests.data.samples import KeepsNext, Order, ShuffledStream, global_states
+from tests.data.samples import KeepsNext, LiveShuffle, Order, ShuffledStream, global_states
 
 LENGTH = 20
-
-
-class LiveShuffle:
-    """A shuffle buffer that hands its state out as it is, and draws each sample from a global generator."""
-
-    def __init__(self) -> None:
-        self.buffer: list[int] = []
-        self.next = 0
-
-    def __iter__(self) -> Iterator[list[int]]:
-        while True:
-            batch = []
-            while len(batch) < 2:
-                while self.next < LENGTH and len(self.buffer) < 6:
-                    self.buffer.append(self.next)
-                    self.next += 1
-                if not self.buffer:
-                    self.next = 0
-                    return
-                batch.append(self.buffer.pop(random.randrange(len(self.buffer))))
-            yield batch
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"buffer": self.buffer, "next": self.next}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.buffer, self.next = state["buffer"], state["next"]
 
 
 class OrderAtStart(KeepsNext):
@@ -99,7 +72,7 @@ def weighted(generator: torch.Generator | None = None) -> WeightedRandomSampler:
 
 
 MAKERS: dict[str, Callable[[], Any]] = {
-    "live shuffle": LiveShuffle,
+    "live shuffle": lambda: LiveShuffle(LENGTH, 2, 6),
     "order at start": OrderAtStart,
     "ended until read": EndedUntilRead,
     "nodes": nodes_by_number,
@@ -135,11 +108,11 @@ def test_a_resumed_pass_has_the_batches_of_the_uninterrupted_one(kind: str) -> N
 
 @pytest.mark.pitfall(75)
 def test_a_state_that_was_loaded_and_not_yet_left_behind_is_saved_again_as_it_was() -> None:
-    stream = open_stream(LiveShuffle())
+    stream = open_stream(MAKERS["live shuffle"]())
     window = stream.next_window()
     assert window.rank_state is not None
     before = typed_json.dumps(window.rank_state)
-    second = open_stream(LiveShuffle())
+    second = open_stream(MAKERS["live shuffle"]())
     second.seek(window.end, window.rank_state, is_pass_over=False, state=None)
     second.next_window()
     assert typed_json.dumps(window.rank_state) == before

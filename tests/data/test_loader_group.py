@@ -1,6 +1,7 @@
 """Several training loaders as one: against plain loops, on any layout, from any place."""
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -46,11 +47,7 @@ def samples_in(batches: Iterable[Any]) -> dict[str, list[int]]:
     return {name: sorted(samples) for name, samples in found.items()}
 
 
-class Job(reading.Job):
-    """Over a group; a step is the samples of each loader."""
-
-    def steps(self, count: int) -> Steps:
-        return [samples_in(batches) for batches in self.read(count)]
+Job = partial(reading.Job, form=samples_in)
 
 
 def read(streams: list[api.TrainStream], passes: int) -> list[Steps]:
@@ -173,27 +170,25 @@ def plain(batch: Any) -> Any:
 def test_a_group_goes_on_from_any_step_twice_in_a_row(kind: str, group: str) -> None:
     def opened() -> reading.Job:
         loader = GROUPS[group](KINDS[kind]())
-        return reading.Job([open_stream(loader, 2, batch_size=api.SampleCount(samples_of))])
+        streams = [open_stream(loader, 2, batch_size=api.SampleCount(samples_of))]
+        return reading.Job(streams, lambda batches: list(map(plain, batches)))
 
-    def steps(job: reading.Job, count: int) -> list[Any]:
-        return [[plain(batch) for batch in batches] for batches in job.read(count)]
-
-    wanted = steps(opened(), 24)
+    wanted = opened().steps(24)
     assert len({str(step) for step in wanted}) > 8
     for first in range(20):
         job = opened()
-        assert steps(job, first) == wanted[:first]
+        assert job.steps(first) == wanted[:first]
         for at in (first, first + 2):
             saved = job.saved()
             job = opened()
             job.go_on(saved)
             assert job.saved() == saved, "a checkpoint right after the resume"
-            assert steps(job, 2) == wanted[at : at + 2], (first, at)
+            assert job.steps(2) == wanted[at : at + 2], (first, at)
 
 
 @pytest.mark.parametrize("group", [api.LoaderGroup, api.AlternatingLoaders])
 def test_the_layout_may_change_on_the_way(group: Any) -> None:
-    def job(layout: Layout) -> Job:
+    def job(layout: Layout) -> reading.Job:
         ranks, accumulation, _ = layout
         return Job(open_streams(group(ours(ranks, accumulation, shuffle=True)), ranks, accumulation))
 
@@ -202,7 +197,7 @@ def test_the_layout_may_change_on_the_way(group: Any) -> None:
 
 
 def test_a_stream_in_a_group_goes_on_on_other_ranks() -> None:
-    def job(layout: Layout) -> Job:
+    def job(layout: Layout) -> reading.Job:
         ranks = layout[0]
         shards = api.IterableShards(LiveLines, list(enumerate([30, 20, 25, 30])))
         stream = api.StreamLoader(shards, 8 // ranks, lanes=4, collate_fn=lambda samples: (torch.tensor(samples),))

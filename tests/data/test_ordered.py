@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tests import api
-from tests.data import reading
-from tests.data.reading import Layout, open_ranks, open_stream, open_validation
+from tests.data.reading import Job, Layout, open_ranks, open_stream, open_validation
 
 GLOBAL_BATCH = 8
 
@@ -58,38 +57,35 @@ class Walk(api.OrderedDataset):
         return asked
 
 
-class Job(reading.Job):
+def open_job(layout: Layout, length: int = api.ENDLESS) -> Job:
     """Over walks; a step is its samples in global order."""
+    options = {"persistent_workers": True} if layout[2] else {}
+    streams = open_ranks(lambda: Walk(length), layout, GLOBAL_BATCH, **options)
+    return Job(streams, lambda batches: [row for batch in batches for row in batch.tolist()])
 
-    def __init__(self, layout: Layout, length: int = api.ENDLESS) -> None:
-        options = {"persistent_workers": True} if layout[2] else {}
-        super().__init__(open_ranks(lambda: Walk(length), layout, GLOBAL_BATCH, **options))
 
-    def steps(self, count: int) -> list[Any]:
-        return [[row for batch in batches for row in batch.tolist()] for batches in self.read(count)]
-
-    def turn(self) -> None:
-        for dataset in self.datasets:
-            dataset.turn()
+def turn(job: Job) -> None:
+    for dataset in job.datasets:
+        dataset.turn()
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 0), (2, 2, 2)])
 @pytest.mark.parametrize("stop", [2, 3, 4])
 def test_a_change_counts_from_the_next_window_on_and_survives_a_pass_and_a_resume(layout: Layout, stop: int) -> None:
-    straight = Job((1, 1, 0), 24)
+    straight = open_job((1, 1, 0), 24)
     expected = straight.steps(2)
-    straight.turn()
+    turn(straight)
     expected += straight.steps(6)
     assert [sorted({row[2] for row in step}) for step in expected[:4]] == [[1], [1], [2], [1]]
     assert [step[0][:2] for step in expected[2:4]] == [[0, 16], [1, 0]]
-    job = Job(layout, 24)
+    job = open_job(layout, 24)
     found = job.steps(2)
-    job.turn()
+    turn(job)
     found += job.steps(stop - 2)
     if stop > 2:
         saved = job.saved()
         job.close()
-        job = Job((1, 4, 0), 24)
+        job = open_job((1, 4, 0), 24)
         job.go_on(saved)
     found += job.steps(8 - stop)
     job.close()
@@ -97,7 +93,7 @@ def test_a_change_counts_from_the_next_window_on_and_survives_a_pass_and_a_resum
 
 
 def test_the_state_of_a_position_knows_nothing_of_what_was_loaded_after_it() -> None:
-    job = Job((1, 2, 2))
+    job = open_job((1, 2, 2))
     (stream,) = job.streams
     job.steps(2)
     position, state = job.position, stream.state_at(job.position)
@@ -108,7 +104,7 @@ def test_the_state_of_a_position_knows_nothing_of_what_was_loaded_after_it() -> 
 
 
 def test_another_kind_of_dataset_than_the_checkpoints_is_refused() -> None:
-    (stream,) = Job((1, 1, 0)).streams
+    (stream,) = open_job((1, 1, 0)).streams
     with pytest.raises(api.DataError, match=r"the dataset \(Walk\) are of two kinds"):
         stream.seek(api.DataPosition(0, 8, 1), None, is_pass_over=False, state=None)
     plain = open_stream(api.DistributedDataLoader(range(16), 8))

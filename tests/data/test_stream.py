@@ -7,8 +7,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.api import DataError, DataPosition, DistributedDataLoader, Mixture, epoch_order
-from tests.data import reading
-from tests.data.reading import Layout, open_ranks, open_stream, read_in_parts
+from tests.data.reading import Job, Layout, open_ranks, open_stream, read_in_parts
 from tests.data.samples import BrokenDataset, CountingDataset, DrawingDataset, global_states, rows
 
 SEED = 11
@@ -17,21 +16,17 @@ LAYOUTS = [(1, 1, 0), (1, 3, 0), (1, 4, 0), (2, 1, 0), (2, 3, 0), (3, 1, 0), (3,
 """(ranks, accumulation, workers), of which the first two divide the global batch."""
 
 
-class Job(reading.Job):
+def open_job(layout: Layout, length: int = 40, **options: Any) -> Job:
     """Over so many samples; a step is its samples in global order."""
-
-    def __init__(self, layout: Layout, length: int = 40, **options: Any) -> None:
-        options |= {"seed": SEED, "shuffle": True}
-        super().__init__(open_ranks(lambda: DrawingDataset(length), layout, GLOBAL_BATCH, **options))
-
-    def steps(self, count: int) -> list[list[tuple[float, ...]]]:
-        return [[row for batch in batches for row in rows(batch)] for batches in self.read(count)]
+    options |= {"seed": SEED, "shuffle": True}
+    streams = open_ranks(lambda: DrawingDataset(length), layout, GLOBAL_BATCH, **options)
+    return Job(streams, lambda batches: [row for batch in batches for row in rows(batch)])
 
 
 @pytest.fixture(scope="module")
 def reference() -> list[list[tuple[float, ...]]]:
     """Two epochs on one rank without accumulation or workers."""
-    return Job((1, 1, 0)).steps(6)
+    return open_job((1, 1, 0)).steps(6)
 
 
 def test_step_s_of_an_epoch_consumes_the_sth_global_batch_of_its_order(reference: list) -> None:
@@ -62,7 +57,7 @@ def test_epochs_have_different_orders_and_samples_different_draws(reference: lis
 def test_samples_and_draws_do_not_depend_on_world_accumulation_or_workers(
     layout: Layout, options: dict[str, Any], reference: list
 ) -> None:
-    job = Job(layout, **options)
+    job = open_job(layout, **options)
     assert job.steps(6) == reference
     job.close()
 
@@ -73,7 +68,7 @@ def test_samples_and_draws_do_not_depend_on_world_accumulation_or_workers(
 def test_a_run_resumed_at_any_window_elsewhere_reads_the_rest_unchanged(stop_after: int, reference: list) -> None:
     ranks, accumulation, _ = LAYOUTS[-1 - stop_after]
     after = ranks, accumulation, 2 if stop_after == 4 else 0
-    assert read_in_parts(Job, [(LAYOUTS[stop_after], stop_after), (after, 6 - stop_after)]) == reference
+    assert read_in_parts(open_job, [(LAYOUTS[stop_after], stop_after), (after, 6 - stop_after)]) == reference
 
 
 @pytest.mark.pitfall(34)
@@ -136,7 +131,7 @@ def test_too_little_data_for_one_window_is_an_error_with_its_numbers() -> None:
     with pytest.raises(
         DataError, match=r"7 samples, fewer than one global batch of 12 \(batch_size=2 x dp_size=2 x accumulation=3\)"
     ):
-        Job((2, 3, 0), length=7)
+        open_job((2, 3, 0), length=7)
     with pytest.raises(DataError, match=r"7 samples.*drop_last=False"):
         open_stream(DataLoader(DrawingDataset(7), 4), size=2)
     with pytest.raises(DataError, match="1 samples, fewer than dp_size=2"):
@@ -147,7 +142,7 @@ def test_too_little_data_for_one_window_is_an_error_with_its_numbers() -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_reading_leaves_the_global_generators_untouched(workers: int) -> None:
     before = global_states()
-    job = Job((1, 3, workers))
+    job = open_job((1, 3, workers))
     job.steps(6)
     job.close()
     assert global_states() == before
@@ -163,7 +158,7 @@ def test_an_error_while_loading_reaches_the_caller_as_it_is(workers: int) -> Non
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_closing_ends_workers_in_a_window(persistent: bool, own_children: Callable[[], set[BaseProcess]]) -> None:
-    (stream,) = Job((1, 3, 2), persistent_workers=persistent).streams
+    (stream,) = open_job((1, 3, 2), persistent_workers=persistent).streams
     next(iter(stream.next_window().batches))
     assert len(own_children()) == 2
     stream.close()

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import dream_trainer as dt
 from tests.api import InitError
-from tests.trainer.small import run_config
+from tests.trainer.small import FromSeed, batches, run_config
 
 WIDTH = 4
 
@@ -21,20 +21,9 @@ def theirs() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
 
 
-class Built(dt.DreamTrainer):
-    def configure_optimizers(self) -> None:
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-
-    def configure_dataloaders(self) -> tuple[Any, None]:
-        return torch.utils.data.DataLoader(torch.ones(4, WIDTH), 2), None
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        raise AssertionError("no step is asked for")
-
-
-def built(make: Any) -> Built:
+def built(make: Any) -> Any:
     config = run_config(training_parameters=dt.TrainingParameters(max_steps=0))
-    trainer = type("Case", (Built,), {"configure_models": make})(config)
+    trainer = type("Case", (FromSeed,), {"configure_models": make})(config, batches(1))
     trainer.fit()
     return trainer
 

@@ -30,6 +30,7 @@ WRONG: dict[type[Any], list[tuple[dict[str, Any], str]]] = {
         ({"layer_decay": 1.5}, "layer_decay=1.5 is not a number from 0 to 1"),
         ({"hidden": ("a",)}, "hidden=('a',) means nothing to 'adamw'"),
         ({"groups": ("head",)}, "is no tuple of GroupParameters. Use (GroupParameters"),
+        ({"groups": GroupParameters(pattern="head", lr_scale=2)}, "is no tuple of GroupParameters. Use (Group"),
         ({"name": "muon", "hidden": ("(",)}, "hidden='(' is not a regular expression"),
         ({"name": "muon", "adjust_lr_fn": "original"}, "Set adamw_lr too"),
     ],

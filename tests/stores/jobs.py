@@ -16,28 +16,21 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dream_trainer as dt
-from tests.trainer.small import weights
+from tests.trainer.small import FromSeed, weights
 
 X = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 
 
-class Fit(dt.DreamTrainer):
+class Fit(FromSeed):
     """A regression, with dropout so that random states count."""
 
-    def configure_models(self) -> None:
-        self.model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.1), nn.Linear(16, 1))
+    make_model: Any = staticmethod(lambda: nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.1), nn.Linear(16, 1)))
 
     def configure_dataloaders(self) -> Any:
         return DataLoader(TensorDataset(X), 8 // self.world.world_size, shuffle=True), DataLoader(TensorDataset(X), 16)
 
     def configure_optimizers(self) -> None:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        loss = self.loss_of(batch)
-        self.backward(loss)
-        self.step(self.model, self.optimizer)
-        return {"loss": loss}
 
     def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         return {"loss": self.loss_of(batch)}
@@ -49,8 +42,7 @@ class Fit(dt.DreamTrainer):
 class Wide(Fit):
     """Large enough that a part of a shard is less than all of it."""
 
-    def configure_models(self) -> None:
-        self.model = nn.Sequential(nn.Linear(4, 60_000), nn.Dropout(0.1), nn.Linear(60_000, 1))
+    make_model = staticmethod(lambda: nn.Sequential(nn.Linear(4, 60_000), nn.Dropout(0.1), nn.Linear(60_000, 1)))
 
 
 def config(url: str | None, max_steps: int, **parameters: Any) -> dt.DreamTrainerConfig:

@@ -1,9 +1,11 @@
 """One small language-like model, trained by Dream Trainer and by a loop written by hand, to compare the two."""
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -11,7 +13,7 @@ from torch import Tensor
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader
-from tests.trainer.small import CaseConfig, case_config, fill, full
+from tests.trainer.small import CaseConfig, case_config, fill, full, train_by_hand, weights
 
 VOCABULARY, WIDTH, LENGTH, BATCH = 11, 8, 6, 3
 
@@ -33,11 +35,13 @@ class Case:
     """Whether each micro-batch uses one of two heads, so that some ranks have no use for a parameter."""
     scalar: bool = False
     """Whether there is a parameter without a dimension."""
-    turns: bool = False
-    """Whether a second model is stepped first in each window, and frozen while the first learns through it."""
     frozen: bool = False
     """Whether the first block is not trained."""
     recompute: str = "none"
+    tp: int = 1
+    """Ranks that share data and layers; `world_size` counts those that see different data."""
+    plan: str = "sequence"
+    loss_parallel: bool = False
 
     @property
     def n_samples(self) -> int:
@@ -83,25 +87,12 @@ class Model(nn.Module):
         return self.other_head(x) if self.case.branches and tokens[0, 0] % 2 else self.head(x)
 
 
-class Critic(nn.Module):
-    """Takes a model's scores, and is trained in turns with it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Linear(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-        self.double()
-
-    def forward(self, scores: Tensor) -> Tensor:
-        x = self.embedding(scores)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 def loss_of(scores: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+
+def count(labels: Tensor) -> Tensor:
+    return (labels != -100).sum()
 
 
 class Tokens(torch.utils.data.Dataset):
@@ -136,17 +127,12 @@ class Trained(dt.BaseTrainer, dt.SetupMixin, dt.ActivationCheckpointingMixin):
 
     def configure_models(self) -> None:
         self.model = Model(self.config.case)
-        if self.config.case.turns:
-            self.critic = Critic()
 
     def init_weights(self) -> None:
-        for model in self.named_models().values():
-            fill(model)
+        fill(self.model)
 
     def configure_optimizers(self) -> None:
         self.optimizer = make_optimizer(self.config.case.optimizer, self.model)
-        if self.config.case.turns:
-            self.critic_optimizer = make_optimizer(self.config.case.optimizer, self.critic)
         self.losses: list[tuple[int, float]] = []
         self.norms: list[float] = []
 
@@ -154,18 +140,8 @@ class Trained(dt.BaseTrainer, dt.SetupMixin, dt.ActivationCheckpointingMixin):
         return DistributedDataLoader(Tokens(self.config.case.n_samples), BATCH, drop_last=False), None
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
-        inputs, targets = batch
-        count = (targets != -100).sum()
-        weight = count if self.config.case.weighted else None
-        if self.config.case.turns:
-            self.backward(loss_of(self.critic(self.model(inputs).detach()), targets), weight=weight, model=self.critic)
-            if not self.is_accumulating_gradients:
-                self.norms.append(self.step(self.critic, self.critic_optimizer).item())
-            with self.frozen(self.critic):
-                loss = loss_of(self.critic(self.model(inputs)), targets)
-        else:
-            loss = loss_of(self.model(inputs), targets)
-        self.backward(loss, weight=weight, model=self.model)
+        loss = loss_of(self.model(batch[0]), batch[1])
+        self.backward(loss, weight=count(batch[1]) if self.config.case.weighted else None)
         self.losses.append((self.global_step, float(full(loss.detach()))))
         if not self.is_accumulating_gradients:
             self.norms.append(self.step(self.model, self.optimizer).item())
@@ -176,79 +152,79 @@ class Sharded(Trained, dt.FSDPMixin):
     pass
 
 
-def run_trainer(case: Case) -> dict[str, Any]:
-    hsdp = {"dp_shard": 2, "dp_replicate": case.world_size // 2 or 1} if case.mode == "hsdp" else {}
-    training = {"n_epochs": 2, "train_batch_size": BATCH, "sync_policy": case.sync_policy}
-    trainer = (Sharded if case.mode in ("fsdp", "hsdp") else Trained)(case_config(case, "case", hsdp, training))
-    trainer.fit()
-    weights = whole_weights(trainer.named_models())
-    result = {"weights": weights, "norms": trainer.norms, "losses": trainer.losses, "steps": trainer.global_step}
-    trainer.close()
-    return result
+def config_of(case: Case, **training: Any) -> CaseConfig:
+    shards = {"fsdp": case.world_size, "hsdp": 2}.get(case.mode, 1)
+    return case_config(
+        case,
+        "case",
+        {"dp_shard": shards, "dp_replicate": case.world_size // shards},
+        {"n_epochs": 2, "train_batch_size": BATCH, "sync_policy": case.sync_policy} | training,
+        tensor_parallel_parameters=dt.TensorParallelParameters(
+            sequence_parallel=case.plan == "sequence", loss_parallel=case.loss_parallel
+        ),
+    )
 
 
-def run_cases(cases: list[Case]) -> list[dict[str, Any]]:
-    return [run_trainer(case) for case in cases]
+def run_trainer(
+    case: Case, kind: type[Trained] | None = None, look: Callable[[Any], dict[str, Any]] = lambda trainer: {}
+) -> dict[str, Any]:
+    """What is compared with the loop by hand, and what `look` finds in the trainer."""
+    kind = kind or (Sharded if case.mode in ("fsdp", "hsdp") else Trained)
+    with kind(config_of(case)) as trainer:
+        trainer.fit()
+        found = {"weights": weights(trainer.model), "norms": trainer.norms, "losses": trainer.losses}
+        return found | {"steps": trainer.global_step} | look(trainer)
 
 
 def reference(case: Case) -> dict[str, Any]:
     """The same training by hand: one process, all micro-batches of all ranks, no framework."""
-    models = {"model": Model(case)} | ({"critic": Critic()} if case.turns else {})
-    for model in models.values():
-        fill(model)
-    optimizers = {name: make_optimizer(case.optimizer, model) for name, model in models.items()}
-    data = Tokens(case.n_samples)
-    norms, losses = [], []
-    window = BATCH * case.world_size * case.accumulation
-    for _ in range(2):
-        for start in range(0, case.n_samples, window):
-            rows = range(start, min(start + window, case.n_samples))
-            parts = [
-                (data.tokens[first : first + BATCH], data.labels[first : first + BATCH]) for first in rows[::BATCH]
-            ]
-            counts = [int((targets != -100).sum()) if case.weighted else 1 for _, targets in parts]
-            shares = [count / sum(counts) for count in counts]
-            found = []
-            for first in range(0, len(parts), case.world_size):
-                micro = list(zip(parts, shares, strict=True))[first : first + case.world_size]
-                is_last = first + case.world_size >= len(parts)
-                if case.turns:
-                    for (inputs, targets), share in micro:
-                        (loss_of(models["critic"](models["model"](inputs).detach()), targets) * share).backward()
-                    if is_last:
-                        norms.append(step_by_hand(case, models["critic"], optimizers["critic"]))
-                    models["critic"].requires_grad_(False)
-                for (inputs, targets), share in micro:
-                    scores = models["model"](inputs)
-                    loss = loss_of(models["critic"](scores) if case.turns else scores, targets)
-                    (loss * share).backward()
-                    found.append(loss.item())
-                if case.turns:
-                    models["critic"].requires_grad_(True)
-            norms.append(step_by_hand(case, models["model"], optimizers["model"]))
-            losses.append(found)
-    return {"weights": whole_weights(models), "norms": norms, "losses": losses}
+    model, data = Model(case), Tokens(case.n_samples)
+    fill(model)
+    losses: list[float] = []
+
+    def noted_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = loss_of(model(batch[0]), batch[1])
+        losses.append(loss.item())
+        return loss
+
+    parts = list(zip(data.tokens.split(BATCH), data.labels.split(BATCH), strict=True))
+    size = case.world_size * case.accumulation
+    windows = 2 * [parts[first : first + size] for first in range(0, len(parts), size)]
+    norms = train_by_hand(
+        model,
+        make_optimizer(case.optimizer, model),
+        windows,
+        noted_loss,
+        weight_of=lambda batch: int(count(batch[1])) if case.weighted else 1,
+        clip=case.clip,
+    )
+    each = iter(losses)
+    return {"weights": weights(model), "norms": norms, "losses": [[next(each) for _ in window] for window in windows]}
+
+
+def assert_as_by_hand(case: Case, ranks: Sequence[dict[str, Any]], tolerance: float = 1e-10) -> None:
+    """Compares what ranks found with the loop by hand; losses are of all that see different data."""
+    expected = reference(case)
+    for result in ranks:
+        assert result["steps"] == len(expected["losses"]), case
+        assert result["norms"] == pytest.approx(expected["norms"], rel=tolerance, abs=tolerance), case
+        torch.testing.assert_close(
+            result["weights"], expected["weights"], rtol=tolerance, atol=tolerance, msg=f"{case}: {{}}".format
+        )
+    by_step = defaultdict(list)
+    for micro in zip(*(result["losses"] for result in ranks[:: case.tp]), strict=True):
+        for step, loss in micro:
+            by_step[step].append(loss)
+    for step, losses in enumerate(expected["losses"]):
+        assert by_step[step] == pytest.approx(losses, rel=tolerance, abs=tolerance), (case, step)
 
 
 def step_by_hand(case: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     """Clips, steps and drops the gradients; returns their norm before."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = torch.sqrt(sum(gradient.square().sum() for gradient in gradients))
-    if case.clip is not None and norm > case.clip:
-        for gradient in gradients:
-            gradient *= case.clip / (norm + 1e-6)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), case.clip or torch.inf)
     optimizer.step()
     optimizer.zero_grad()
     return norm.item()
-
-
-def whole_weights(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Copies of all parameters; a collective where they are sharded."""
-    return {
-        f"{model_name}.{name}": full(p).detach().clone()
-        for model_name, model in models.items()
-        for name, p in model.named_parameters()
-    }
 
 
 def same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:

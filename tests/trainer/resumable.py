@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler, default
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader, PerRankLoader, read_jsonl
+from tests.data.samples import LiveShuffle
 from tests.trainer.arithmetic import full
 from tests.trainer.small import run_config
 
@@ -162,7 +163,7 @@ class Resumable(dt.DreamTrainer):
             return PerRankLoader(stateful_loader(data, size, workers)), validation
         if self.config.loader == "live":  # and more of it on later ranks
             own = Augmented(self.config.samples + 8 * self.world.rank, self.config.noise)
-            return PerRankLoader(LiveShuffle(own, size)), validation
+            return PerRankLoader(LiveBatches(own, size)), validation
         return DistributedDataLoader(data, size, shuffle=True, drop_last=self.config.drop_last, **workers), validation
 
     def configure_optimizers(self) -> None:
@@ -218,35 +219,15 @@ class Resumable(dt.DreamTrainer):
         self.loaded = state_tensors(self)
 
 
-class LiveShuffle:
-    """A shuffle buffer that draws each sample from a global generator, and whose state is the buffer itself."""
+class LiveBatches(LiveShuffle):
+    """Samples in batches."""
 
     def __init__(self, data: Augmented, size: int) -> None:
-        self.data, self.size = data, size
-        self.buffer: list[int] = []
-        self.next = 0
-        self.was_loaded = False
+        super().__init__(len(data), size, capacity=9)
+        self.data = data
 
     def __iter__(self) -> Iterator[Any]:
-        if not self.was_loaded:
-            self.buffer, self.next = [], 0
-        self.was_loaded = False
-        while True:
-            batch = []
-            while len(batch) < self.size and (self.buffer or self.next < len(self.data)):
-                while len(self.buffer) < 9 and self.next < len(self.data):
-                    self.buffer.append(self.next)
-                    self.next += 1
-                batch.append(self.data[self.buffer.pop(random.randrange(len(self.buffer)))])
-            if not batch:
-                return
-            yield default_collate(batch)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"buffer": self.buffer, "next": self.next}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.buffer, self.next, self.was_loaded = state["buffer"], state["next"], True
+        return (default_collate([self.data[number] for number in numbers]) for numbers in super().__iter__())
 
 
 def stateful_loader(data: Dataset[Any], size: int, workers: dict[str, Any]) -> Any:
@@ -257,7 +238,7 @@ def stateful_loader(data: Dataset[Any], size: int, workers: dict[str, Any]) -> A
     return StatefulDataLoader(data, size, sampler=sampler, **workers)
 
 
-def state_tensors(trainer: Resumable) -> dict[str, Tensor]:
+def state_tensors(trainer: Any) -> dict[str, Tensor]:
     """Whole copies of parameters, buffers and optimizer state by name; a collective where they are sharded."""
     names = {parameter: name for name, parameter in trainer.model.named_parameters()}
     found = dict(trainer.model.named_parameters()) | dict(trainer.model.named_buffers())

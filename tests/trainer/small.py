@@ -350,6 +350,12 @@ class Built(Algorithm):
         self.optimizer = self.make_optimizer(self.model)
 
 
+class FromSeed(Built, dt.DreamTrainer):
+    """With everything mixed in; its weights are those that the seed draws."""
+
+    init_weights = dt.DreamTrainer.init_weights
+
+
 class Spread(Built, dt.BaseTrainer, dt.SetupMixin):
     """Any number of processes, replicated."""
 

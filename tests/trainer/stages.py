@@ -12,7 +12,7 @@ from torch import Tensor
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader
-from tests.trainer.arithmetic import Tokens, full, loss_of as mean_loss, step_by_hand
+from tests.trainer.arithmetic import Tokens, count, full, loss_of as mean_loss, step_by_hand
 from tests.trainer.small import CaseConfig as Config, Noting, case_config, fit_each, weights
 
 VOCABULARY, WIDTH, LENGTH, STEPS, BATCH, BLOCKS = 13, 8, 6, 4, 16, 5
@@ -91,10 +91,6 @@ def cropped(case: Case, step: int, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor[:, :4] if case.changing and step % 2 else tensor for tensor in tensors)
 
 
-def count(labels: Tensor) -> Tensor:
-    return (labels != -100).sum()
-
-
 class Trained(Noting):
     def configure_models(self) -> None:
         self.model = Model(self.config.case)
@@ -110,10 +106,13 @@ class Trained(Noting):
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-2)
         self.initial = weights_of(self)
 
+    def loss_fn(self) -> Any:
+        return mean_loss
+
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
         tokens, labels = cropped(self.config.case, batch_idx, *batch)
         weight = count if self.config.case.weighted else None
-        loss = self.forward_backward(self.model, (tokens,), labels, mean_loss, weight=weight)
+        loss = self.forward_backward(self.model, (tokens,), labels, self.loss_fn(), weight=weight)
         if not self.is_accumulating_gradients:
             self.norms.append(float(self.step(self.model, self.optimizer)))
         return {"loss": loss}

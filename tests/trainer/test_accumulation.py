@@ -163,27 +163,6 @@ def test_each_of_several_weighted_steps_of_a_model_in_one_window_has_its_own_tot
     assert (trainer.global_step, trainer.samples_seen) == (2, 4)
 
 
-def test_forward_backward_is_forward_and_backward() -> None:
-    losses: list[float] = []
-
-    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
-        def weight(targets: torch.Tensor) -> int:
-            return len(targets) * (batch_idx % 3 + 1)
-
-        losses.append(trainer.forward_backward(trainer.model, (batch[0],), batch[1], mse_loss, weight=weight).item())
-        finish(trainer)
-
-    def apart(trainer: Alone, batch: Batch, batch_idx: int) -> None:
-        loss = loss_of(trainer, batch)
-        losses.append(loss.item())
-        trainer.backward(loss, weight=len(batch[1]) * (batch_idx % 3 + 1), model=trainer.model)
-        finish(trainer)
-
-    first, second = (train(body, batches(5), gradient_accumulation_steps=2) for body in (step, apart))
-    assert losses[:5] == losses[5:]
-    assert all(torch.equal(value, weights(second.model)[name]) for name, value in weights(first.model).items())
-
-
 @pytest.mark.parametrize(("calls", "counted"), [("none", [0, 2]), ("none none", [0, 2]), ("none loss none", [0, 1, 2])])
 def test_a_batch_counts_once_or_not_at_all_however_often_none_is_said_of_it(calls: str, counted: list[int]) -> None:
     def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:

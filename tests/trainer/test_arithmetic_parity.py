@@ -1,14 +1,12 @@
 """Weights, losses and gradient norms equal a loop written by hand, to 1e-10 in float64, over modes and ranks."""
 
 import itertools
-from collections import defaultdict
 from dataclasses import replace
 
 import pytest
-import torch
 
-from tests.trainer.arithmetic import Case, reference, run_cases
-from tests.worlds import run_world
+from tests.trainer.arithmetic import Case, assert_as_by_hand, run_trainer
+from tests.worlds import run_each
 
 LAYOUTS = [("single", 1), ("replicate", 2), ("fsdp", 2), ("replicate", 4), ("fsdp", 4), ("hsdp", 4)]
 POLICIES = ("reduce_scatter_each", "defer_all_reduce")  # the default is in all others
@@ -19,7 +17,7 @@ OPTIONS = {
     "clip": (None, 0.05),
     "tied": (False, True),
 }
-PARTS = ("branches", "scalar", "turns", "frozen")
+PARTS = ("branches", "scalar", "frozen")
 RECOMPUTES = ("none", "full", "selective")
 
 
@@ -69,31 +67,10 @@ def spanning_cases() -> list[Case]:
     for mode, world_size in LAYOUTS:
         chosen += [
             Case(mode, world_size, 2, branches=True, scalar=True, recompute="full", tied=True, optimizer="adamw"),
-            Case(mode, world_size, 2, weighted=True, turns=True, frozen=True, recompute="full", clip=0.05),
-            Case(mode, world_size, 3, short_window=True, branches=True, turns=True, recompute="selective"),
+            Case(mode, world_size, 2, weighted=True, frozen=True, recompute="full", clip=0.05),
+            Case(mode, world_size, 3, short_window=True, branches=True, recompute="selective"),
         ]
     return chosen
-
-
-def close(a: float, b: float) -> bool:
-    return abs(a - b) <= 1e-10 * max(1.0, abs(b))
-
-
-def check(case: Case, ranks: list[dict]) -> None:
-    expected = reference(case)
-    for result in ranks:
-        assert result["steps"] == len(expected["losses"]), case
-        assert len(result["norms"]) == len(expected["norms"]), case
-        assert all(map(close, result["norms"], expected["norms"])), (case, result["norms"], expected["norms"])
-        torch.testing.assert_close(result["weights"], expected["weights"], rtol=1e-10, atol=1e-10)
-    by_step = defaultdict(list)
-    for position in range(len(ranks[0]["losses"])):
-        for result in ranks:
-            step, loss = result["losses"][position]
-            by_step[step].append(loss)
-    for step, losses in enumerate(expected["losses"]):
-        assert len(by_step[step]) == len(losses)
-        assert all(map(close, by_step[step], losses)), (case, step)
 
 
 @pytest.mark.pitfall(1)
@@ -102,6 +79,5 @@ def check(case: Case, ranks: list[dict]) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_training_equals_a_loop_written_by_hand(world_size: int, all_cases: bool) -> None:
     cases = [case for case in (every_case() if all_cases else spanning_cases()) if case.world_size == world_size]
-    results = run_world(run_cases, world_size, cases, timeout=900 if all_cases else 240)
-    for number, case in enumerate(cases):
-        check(case, [rank[number] for rank in results])
+    for case, ranks in run_each(run_trainer, world_size, cases, timeout=900 if all_cases else 240):
+        assert_as_by_hand(case, ranks)

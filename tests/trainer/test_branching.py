@@ -73,11 +73,11 @@ def adamw(model: torch.nn.Module, rate: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1 if rate == OLD else 0.2)
 
 
-def make_config(experiment: str, rate: float, steps: int, **checkpoint: Any) -> saves.Config:
+def make_config(experiment: str, rate: float, limit: int, unit: str = "max_steps", **checkpoint: Any) -> saves.Config:
     return saves.make_config(
         experiment=experiment,
         learning_rate=rate,
-        training={"max_steps": steps},
+        training={unit: limit},
         **{"save_every_n_steps": 2, "save_every_n_epochs": None} | checkpoint,
     )
 
@@ -341,14 +341,10 @@ def test_a_user_s_callback_decides_what_it_forgets_once_when_a_branch_begins() -
     assert (again.vocabulary, again.epochs, again.words) == (6, 3, [])
 
 
-class ByTokens(saves.Saves):
-    """Two tokens a batch; notes the rate of each step."""
+class ByTokens(Branches):
+    """Two tokens a batch."""
 
     schedule = dt.ScheduleParameters(name="cosine", unit="token", min_lr_ratio=0.1)
-
-    def __init__(self, config: saves.Config) -> None:
-        super().__init__(config, length=64)
-        self.rates: list[float] = []
 
     def batch_tokens(self, batch: Any) -> int:
         return 2
@@ -357,26 +353,14 @@ class ByTokens(saves.Saves):
         tokens = dt.TokenAxis(lambda: self.tokens_before_next_step, self.config.training_parameters.max_tokens)
         self.scheduler = dt.build_schedule(self.schedule, self.optimizer, total_steps=None, tokens=tokens)
 
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        self.rates.append(self.optimizer.param_groups[0]["lr"])
-        loss = mse_loss(self.model(batch[0]), batch[1])
-        self.backward(loss)
-        self.step(self.model, self.optimizer, self.scheduler)
-        return {"loss": loss}
-
 
 def by_tokens(experiment: str, max_tokens: int, **checkpoint: Any) -> list[float]:
-    config = saves.make_config(
-        experiment=experiment,
-        training={"max_tokens": max_tokens, "val_every_n_epochs": None},
-        **{"save_every_n_steps": 2, "save_every_n_epochs": None} | checkpoint,
-    )
-    return saves.fit(ByTokens(config)).rates  # type: ignore[return-value,attr-defined]
+    return fit(ByTokens(make_config(experiment, OLD, max_tokens, "max_tokens", **checkpoint))).rates
 
 
 def rates_by_tokens(total: int, tokens: range) -> list[float]:
     factor = rate_factor(ByTokens.schedule, total_steps=total)
-    return [0.1 * factor(seen) for seen in tokens]
+    return [OLD * factor(seen) for seen in tokens]
 
 
 @pytest.mark.parametrize(

@@ -118,21 +118,6 @@ def test_a_missing_field_is_told_with_a_class_of_the_user_s_own_name() -> None:
         type("Trainer", (saves.Saves, Needs), {})(saves.make_config())
 
 
-def test_a_schedule_of_several_stages_and_an_optimizers_groups_are_checked() -> None:
-    with pytest.raises(ConfigError, match="stages_per_rank=1 with schedule='Interleaved1F1B': it has 2 or more"):
-        dt.PipelineParallelParameters(schedule="Interleaved1F1B", stages_per_rank=1)
-    with pytest.raises(ConfigError, match="groups=.*no tuple"):
-        dt.OptimizerParameters(name="muon", groups=dt.GroupParameters(pattern="head", lr_scale=2))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="traning_parameters.*training_parameters"):
-        run_config(traning_parameters=None)
-
-
-def test_fields_are_changed_in_a_copy() -> None:
-    parameters = dt.TrainingParameters(max_steps=3)
-    with pytest.raises(AttributeError, match=r"replace\(\.\.\., max_steps=\.\.\.\)"):
-        parameters.max_steps = 4  # type: ignore[misc]
-
-
 class Bare(dt.BaseTrainer, dt.SetupMixin):
     configure_models = configure_optimizers = configure_dataloaders = training_step = lambda *_: None
 

@@ -3,7 +3,7 @@
 `--all` runs 2,000 examples, 1,700 alone and 300 on two ranks; otherwise there are 38. The seed is fixed, so what fails
 once fails again, and hypothesis prints the smallest case it finds.
 
-A `Case` is all there is to a run: models, optimizers, data, accumulation, weights, clipping, limits, stops. `run`
+A `Case` is all there is to a run: optimizer, data, accumulation, weights, clipping, limits, stops. `run`
 trains it with Dream Trainer in parts, as the stops say; `by_hand` trains in one process what it should have seen.
 """
 
@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -22,15 +22,23 @@ import torch.nn as nn
 from hypothesis import HealthCheck, Phase, given, seed, settings, strategies as st
 from hypothesis.configuration import set_hypothesis_home_dir
 from torch import Tensor
-from torch.nn.functional import mse_loss
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 import dream_trainer as dt
 from dream_trainer.trainer.step import gradients as step_gradients
 from tests.api import DistributedDataLoader, PerRankLoader, epoch_order
-from tests.trainer.arithmetic import fill, full, same_bits
-from tests.trainer.small import CaseConfig as Config, network, run_config, sharded
+from tests.trainer.arithmetic import fill, same_bits
+from tests.trainer.resumable import state_tensors
+from tests.trainer.small import (
+    CaseConfig as Config,
+    filled_network,
+    mean_square,
+    network,
+    run_config,
+    sharded,
+    weights,
+)
 from tests.worlds import KeptWorld
 
 WIDTH, SEED = 3, 7
@@ -50,7 +58,6 @@ class Case:
     layout: str = "replicate"
     sync_policy: str = "no_sync"
     recompute: str = "none"
-    kind: str = "one"
     optimizer: str = "sgd"
     scheduler: bool = False
     accumulation: int = 1
@@ -92,7 +99,6 @@ def cases(draw: st.DrawFn, ranks: int) -> Case:
         layout=layout,
         sync_policy=choose("no_sync", "reduce_scatter_each", "defer_all_reduce") if ranks > 1 else "no_sync",
         recompute=choose("none", "none", "full", "selective"),
-        kind=choose("one", "turns"),
         optimizer=choose("sgd", "adamw", "fused"),
         scheduler=draw(yes),
         accumulation=accumulation,
@@ -111,7 +117,7 @@ def cases(draw: st.DrawFn, ranks: int) -> Case:
     last = len(limited(case, [n for _ in range(case.epochs) for n in range(steps_per_epoch(case))]))
     stops = draw(st.lists(st.integers(1, last - 1), max_size=2, unique=True)) if last > 1 else []
     # Fewer ranks see the same windows only where those are whole, and every micro-batch is a rank's.
-    may_move = ranks > 1 and loader in DEALT and drop_last and case.kind != "turns"
+    may_move = ranks > 1 and loader in DEALT and drop_last
     return replace(case, stops=tuple(sorted(stops)), moves=bool(stops) and may_move and draw(yes))
 
 
@@ -235,43 +241,6 @@ def make_loader(case: Case, rank: int) -> Any:
     return PerRankLoader(HandWritten(case, numbers))
 
 
-# -- models
-
-
-Models = dict[str, nn.Module]
-
-
-def make_models(case: Case) -> Models:
-    second = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-    return {"first": network()} | ({"second": second} if case.kind == "turns" else {})
-
-
-def first_loss(models: Models, batch: Any) -> Tensor:
-    return mse_loss(models["first"](batch[0]), batch[1])
-
-
-def through_both(models: Models, batch: Any) -> Tensor:
-    return mse_loss(models["second"](models["first"](batch[0])), batch[1])
-
-
-def judge_loss(models: Models, batch: Any) -> Tensor:
-    return mse_loss(models["second"](models["first"](batch[0]).detach()), -batch[1])
-
-
-class Turn(NamedTuple):
-    """A loss with its backward and, at a window's end, the step of its model, while others are frozen."""
-
-    loss: Callable[[Models, Any], Tensor]
-    model: str
-    frozen: tuple[str, ...] = ()
-
-
-TURNS: dict[str, tuple[Turn, ...]] = {
-    "one": (Turn(first_loss, "first"),),
-    "turns": (Turn(judge_loss, "second"), Turn(through_both, "first", ("second",))),
-}
-
-
 def make_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     if case.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01)
@@ -303,40 +272,33 @@ class Drawn(dt.BaseTrainer, dt.SetupMixin, dt.CheckpointMixin, dt.ActivationChec
         self.norms: list[float] = []
 
     def configure_models(self) -> None:
-        for name, model in make_models(self.config.case).items():
-            setattr(self, name, model)
+        self.model = network()
 
     def init_weights(self) -> None:
-        for model in self.named_models().values():
-            fill(model)
+        fill(self.model)
 
     def model_blocks(self, model: nn.Module) -> list[nn.Module]:
-        return list(model[0]) if model is self.first else [model[0]]
+        return list(model[0])
 
     def configure_optimizers(self) -> None:
-        self.optimizers = {name: make_optimizer(self.config.case, m) for name, m in self.named_models().items()}
+        self.optimizer = make_optimizer(self.config.case, self.model)
 
     def configure_schedulers(self) -> None:
         if self.config.case.scheduler:
-            self.schedulers = {name: make_scheduler(optimizer) for name, optimizer in self.optimizers.items()}
+            self.scheduler = make_scheduler(self.optimizer)
 
     def configure_dataloaders(self) -> tuple[Any, None]:
         return make_loader(self.config.case, self.world.dp_rank), None
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        case, models = self.config.case, self.named_models()
-        numbers = batch[2].tolist()
+        case, numbers = self.config.case, batch[2].tolist()
         self.seen.append(numbers)
         weight: Any = weight_of(case, numbers)
-        weight = {"none": None, "int": weight, "tensor": torch.tensor(weight)}[case.weight]
-        for turn in TURNS[case.kind]:
-            with self.frozen(*(models[name] for name in turn.frozen)):
-                loss = turn.loss(models, batch)
-            self.backward(loss, weight=weight, model=models[turn.model])
-            self.losses.append(loss.item())
-            if not self.is_accumulating_gradients:
-                scheduler = self.schedulers[turn.model] if case.scheduler else None
-                self.norms.append(float(self.step(models[turn.model], self.optimizers[turn.model], scheduler)))
+        loss = mean_square(self.model, batch)
+        self.backward(loss, weight={"none": None, "int": weight, "tensor": torch.tensor(weight)}[case.weight])
+        self.losses.append(loss.item())
+        if not self.is_accumulating_gradients:
+            self.norms.append(float(self.step(self.model, self.optimizer, self.scheduler if case.scheduler else None)))
         return {}
 
     def post_train_step(self) -> None:
@@ -383,20 +345,9 @@ def run(case: Case, experiment: str, stops: tuple[int | None, ...]) -> dict[str,
             assert stop is None or trainer.global_step == stop
             for name in ("seen", "losses", "norms"):
                 found[name] += getattr(trainer, name)
-            found["tensors"] = tensors_of(trainer)
+            found["tensors"] = state_tensors(trainer)
             found["counters"] = trainer.global_step, trainer.samples_seen, trainer.current_epoch
     return found
-
-
-def tensors_of(trainer: Drawn) -> dict[str, Tensor]:
-    """Whole copies of parameters and optimizer states by name; a collective where they are sharded."""
-    found: dict[str, Any] = {}
-    for model_name, model in trainer.named_models().items():
-        for name, parameter in model.named_parameters():
-            found[f"{model_name}.{name}"] = parameter
-            for key, value in trainer.optimizers[model_name].state.get(parameter, {}).items():
-                found[f"{model_name}.{name}/{key}"] = value
-    return {name: full(value).detach().clone() for name, value in found.items() if isinstance(value, Tensor)}
 
 
 # -- by hand
@@ -404,41 +355,26 @@ def tensors_of(trainer: Drawn) -> dict[str, Tensor]:
 
 def by_hand(case: Case, windows: Sequence[Window]) -> dict[str, Any]:
     """The same in one process, with nothing but PyTorch; losses by rank."""
-    models = make_models(case)
-    for model in models.values():
-        fill(model)
-    optimizers = {name: make_optimizer(case, model) for name, model in models.items()}
-    schedulers = {name: make_scheduler(optimizer) for name, optimizer in optimizers.items()}
+    model = filled_network()
+    optimizer = make_optimizer(case, model)
+    scheduler = make_scheduler(optimizer)
     losses: list[list[float]] = [[] for _ in range(case.ranks)]
     norms: list[float] = []
     for window in windows:
         total = sum(weight_of(case, numbers) for ranks in window for numbers in ranks)
-        for index, ranks in enumerate(window):
-            for turn in TURNS[case.kind]:
-                for name in turn.frozen:
-                    models[name].requires_grad_(False)
-                for rank, numbers in enumerate(ranks):
-                    loss = turn.loss(models, batch_of(numbers))
-                    (loss * (weight_of(case, numbers) / max(total, 1))).backward()
-                    losses[rank].append(loss.item())
-                for name in turn.frozen:
-                    models[name].requires_grad_(True)
-                if index == len(window) - 1:
-                    norms.append(step_by_hand(case, models[turn.model], optimizers[turn.model], total))
-                    if case.scheduler:
-                        schedulers[turn.model].step()
-    weights = {f"{name}.{key}": p.detach() for name, model in models.items() for key, p in model.named_parameters()}
-    return {"weights": weights, "losses": losses, "norms": norms}
-
-
-def step_by_hand(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, total: int) -> float:
-    norm = clip_grad_norm_(model.parameters(), 0.3 if case.clip == "norm" else math.inf).item()
-    if case.clip == "value":
-        clip_grad_value_(model.parameters(), 0.05)
-    if total:
-        optimizer.step()
-    optimizer.zero_grad()
-    return norm
+        for rank, numbers in ((rank, numbers) for ranks in window for rank, numbers in enumerate(ranks)):
+            loss = mean_square(model, batch_of(numbers))
+            (loss * (weight_of(case, numbers) / max(total, 1))).backward()
+            losses[rank].append(loss.item())
+        norms.append(clip_grad_norm_(model.parameters(), 0.3 if case.clip == "norm" else math.inf).item())
+        if case.clip == "value":
+            clip_grad_value_(model.parameters(), 0.05)
+        if total:
+            optimizer.step()
+        optimizer.zero_grad()
+        if case.scheduler:
+            scheduler.step()
+    return {"weights": weights(model), "losses": losses, "norms": norms}
 
 
 # -- the examples

@@ -181,7 +181,12 @@ class Measured(small.Validates):
         self.more = MetricCollection({"pearson": PearsonCorrCoef().set_dtype(torch.float64)})
         self.kept = nn.ModuleDict({"mse": MeanSquaredError().set_dtype(torch.float64)})
 
+    def pre_val_epoch(self) -> None:
+        self.numbers: list[int] = []
+
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        if not self.is_padding_batch:
+            self.numbers += batch[2].tolist()
         prediction = self.model(batch[0])
         self.mae(prediction, batch[1])
         self.more.update(prediction.flatten(), batch[1].flatten())
@@ -298,26 +303,43 @@ class SpreadMeasured(Measured, small.Spread, dt.EvalMixin):
     pass
 
 
+class Unsized:
+    def __init__(self, data: list[Batch]) -> None:
+        self.data = data
+
+    def __iter__(self) -> Any:
+        return iter(self.data)
+
+
+def unequal(rank: int) -> list[Batch]:
+    """A rank's own batches: their sizes differ, and ranks have different numbers of them."""
+    data, sizes = Samples(6), [2, 3, 1]
+    return list(zip(data.x.split(sizes), data.y.split(sizes), torch.arange(6).split(sizes), strict=True))[: rank + 1]
+
+
 def measure() -> dict[str, Any]:
     found: dict[str, Any] = {}
+    are_dealt, own = os.environ["WORLD_SIZE"] != "1", unequal(int(os.environ["RANK"]))
+    loaders = {f"dealt in {size}": DataLoader(Samples(7), size, drop_last=are_dealt) for size in (2, 4, 8)}
+    loaders |= {"unequal": PerRankLoader(own), "unsized": PerRankLoader(Unsized(own))}
     for name, cls in {"replicate": SpreadMeasured, "fsdp": small.sharded(SpreadMeasured)}.items():
-        for size in (2, 4):
-            train = DistributedDataLoader(Samples(12), 2)
-            with cls(make_config(n_epochs=2), train, DataLoader(Samples(7), size)) as trainer:
+        for kind, loader in loaders.items():
+            config = make_config(n_epochs=2, fsdp=small.BY_BLOCKS if kind == "unequal" else None)
+            with cls(config, DistributedDataLoader(Samples(12), 2), loader) as trainer:
                 alone = trainer.evaluate(DistributedDataLoader(Samples(3), 1))
                 trainer.fit()
-                again = trainer.evaluate()
+                again, numbers = trainer.evaluate(), trainer.numbers
                 predicted = trainer.predict(DataLoader(Samples(7), 2))
-                found[f"{name}/{size}"] = (trainer.metrics, again, alone, predicted, weights(trainer.model))
-                one = trainer.evaluate(DataLoader(Samples(1), 4))  # of two ranks the other one has no sample
-                found[f"{name}/{size}/one"] = (one, trainer.metrics, None, None, weights(trainer.model))
-    rank = int(os.environ["RANK"])
-    mine = batches(3)[: rank + 1]
-    train = DistributedDataLoader(Samples(12), 2)
-    config = make_config(n_epochs=1, fsdp=small.BY_BLOCKS)
-    with small.sharded(SpreadMeasured)(config, train, PerRankLoader(mine)) as trainer:
-        trainer.fit()
-        found["unequal"] = (trainer.metrics, trainer.evaluate(), None, None, weights(trainer.model))
+                found[f"{name}/{kind}"] = (trainer.metrics, again, alone, predicted, weights(trainer.model), numbers)
+                one = trainer.evaluate(DataLoader(Samples(1), 4))  # of several ranks the others have no sample
+                found[f"{name}/{kind}/one"] = (
+                    one,
+                    trainer.metrics,
+                    None,
+                    None,
+                    weights(trainer.model),
+                    trainer.numbers,
+                )
     return found
 
 
@@ -344,25 +366,26 @@ def by_hand(state: dict[str, torch.Tensor], numbers: list[int]) -> dict[str, flo
 
 @pytest.mark.pitfall(46)
 @pytest.mark.pitfall(45)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.pitfall(13)
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_metrics_are_exact_over_ranks_with_padding_batches_and_predictions_are_in_order(world_size: int) -> None:
     results = run_world(measure, world_size)
     for case in results[0]:
-        metrics, _, alone, predicted, state = results[0][case]
+        metrics, _, alone, predicted, state, _ = results[0][case]
         # As text, where NaN is as NaN: the correlation of one sample.
         assert all(repr(rank[case][:2]) == repr((metrics, metrics)) for rank in results), case
+        counted = sorted(number for rank in results for number in rank[case][5])
         if case.endswith("one"):
-            numbers = [0]
-        elif case == "unequal":
-            numbers = [n for rank in range(world_size) for n in range(2 * (rank + 1))]
+            assert counted == [0]
         else:
-            numbers = list(range(7))
+            own = sorted(n for rank in range(world_size) for batch in unequal(rank) for n in batch[2].tolist())
+            assert counted == (list(range(7)) if "dealt" in case else own), case
             assert set(alone) == set(metrics)
             model = small.network()
             model.load_state_dict(state)
             torch.testing.assert_close(predicted, model(Samples(7).x).detach())
             assert all(torch.equal(rank[case][3], predicted) for rank in results)
-        expected = by_hand(state, numbers)
+        expected = by_hand(state, counted)
         for name in expected:
             accuracy = 1e-6 if name == "val/curve_auroc" else 1e-9  # it computes in float32
             assert metrics[name] == pytest.approx(expected[name], rel=accuracy), (case, name)

@@ -13,13 +13,13 @@ from tests.trainer.small import Alone, Spread, Validates, batches, fit, make_con
 
 
 class Hears(dt.Callback):
-    def __init__(self, book: list[tuple[str, str]], name: str, order: int = 0) -> None:
+    def __init__(self, book: list[Any], name: str, order: int = 0) -> None:
         self.book, self.name, self.order = book, name, order
 
 
 def hearing(event: str) -> Any:
     def method(self: Hears, trainer: Any, *args: Any) -> None:
-        self.book.append((event, self.name))
+        self.book.append((event, self.name, *args))
 
     return method
 
@@ -32,12 +32,12 @@ class Checked(Validates, Alone, dt.EvalMixin, dt.CheckpointMixin, dt.LoggerMixin
 
 
 def test_events_come_in_their_documented_order() -> None:
-    book: list[tuple[str, str]] = []
+    book: list[Any] = []
     config = make_config(n_epochs=1, gradient_accumulation_steps=2, callbacks=[HearsAll(book, "c")], log_every=1)
     with Checked(config, batches(2), batches(1)) as trainer:
         trainer.fit()
         trainer.save_checkpoint()
-    assert [event for event, _ in book] == [
+    assert [event for event, *_ in book] == [
         *("pre_launch", "post_launch", "pre_configure", "post_configure", "pre_setup", "post_setup", "pre_fit"),
         *("pre_epoch", "pre_train_batch", "post_train_batch", "pre_train_batch"),
         *("pre_optimizer_step", "post_optimizer_step", "post_train_batch", "post_train_step", "on_log"),
@@ -49,7 +49,7 @@ def test_events_come_in_their_documented_order() -> None:
 @pytest.mark.pitfall(50)
 def test_two_callbacks_of_one_class_both_hear_and_the_first_is_found() -> None:
     """After the trainer, by order and then by position; the first that was given is found."""
-    book: list[tuple[str, str]] = []
+    book: list[Any] = []
     callbacks = [HearsAll(book, "late", 5), HearsAll(book, "a"), HearsAll(book, "b"), HearsAll(book, "early", -1)]
 
     class Trainer(Alone):
@@ -57,7 +57,7 @@ def test_two_callbacks_of_one_class_both_hear_and_the_first_is_found() -> None:
             book.append(("post_train_step", "trainer"))
 
     trainer = fit(Trainer(make_config(n_epochs=1, callbacks=callbacks), batches(1)))
-    heard = [name for event, name in book if event == "post_train_step"]
+    heard = [name for event, name, *_ in book if event == "post_train_step"]
     assert heard == ["trainer", "early", "a", "b", "late"]
     assert trainer.get_callback(HearsAll) is callbacks[0]
     with pytest.raises(KeyError, match="Missing"):
@@ -65,35 +65,27 @@ def test_two_callbacks_of_one_class_both_hear_and_the_first_is_found() -> None:
 
 
 def test_batch_events_get_the_batch_its_number_and_a_detached_result() -> None:
-    class Looks(dt.Callback):
-        def pre_train_batch(self, trainer: Any, batch: Any, batch_idx: int) -> None:
-            seen.append(("pre", batch[2].tolist(), batch_idx))
-
-        def post_train_batch(self, trainer: Any, result: Any, batch_idx: int) -> None:
-            assert not result["loss"].requires_grad
-            assert not result["nested"]["list"][0].requires_grad
-            seen.append(("post", result["number"], batch_idx))
-
-        def pre_val_batch(self, trainer: Any, batch: Any, batch_idx: int) -> None:
-            seen.append(("pre_val", batch[2].tolist(), batch_idx))
-
-        def post_val_batch(self, trainer: Any, result: Any, batch_idx: int) -> None:
-            seen.append(("post_val", sorted(result), batch_idx))
-
     class Nested(Validates, Alone):
         def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
             result = super().training_step(batch, batch_idx)
             return result | {"nested": {"list": [self.model(batch[0])]}, "number": batch_idx * 10}
 
-    seen: list[Any] = []
-    fit(Nested(make_config(n_epochs=1, callbacks=[Looks()]), batches(2), batches(1)))
+    book: list[Any] = []
+    fit(Nested(make_config(n_epochs=1, callbacks=[HearsAll(book, "c")]), batches(2), batches(1)))
+    seen = []
+    for event, _, given, batch_idx in (heard for heard in book if heard[0].endswith("_batch")):
+        if event == "post_train_batch":
+            assert not given["loss"].requires_grad
+            assert not given["nested"]["list"][0].requires_grad
+        told = given[2].tolist() if event.startswith("pre") else given.get("number", sorted(given))
+        seen.append((event, told, batch_idx))
     assert seen == [
-        ("pre", [0, 1], 0),
-        ("post", 0, 0),
-        ("pre", [2, 3], 1),
-        ("post", 10, 1),
-        ("pre_val", [0, 1], 0),
-        ("post_val", ["loss"], 0),
+        ("pre_train_batch", [0, 1], 0),
+        ("post_train_batch", 0, 0),
+        ("pre_train_batch", [2, 3], 1),
+        ("post_train_batch", 10, 1),
+        ("pre_val_batch", [0, 1], 0),
+        ("post_val_batch", ["loss"], 0),
     ]
 
 
@@ -178,28 +170,11 @@ def test_the_setup_order_that_describe_prints_is_the_order_in_which_hooks_run() 
 
 
 def test_validation_events_come_in_pairs_in_sanity_validation_in_training_and_in_evaluate() -> None:
-    class Hears(Validates, Alone, dt.EvalMixin):
-        def note(self, event: str) -> None:
-            book.append((event, self.is_sanity_validation, self.global_step))
-
-        def pre_val_epoch(self) -> None:
-            self.note("pre")
-
-        def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-            self.note("step")
-            return super().validation_step(batch, batch_idx)
-
-        def post_val_epoch(self, metrics: dict[str, float]) -> None:
-            self.note("post")
-
-    book: list[tuple[str, bool, int]] = []
-    events = ("pre", "step", "post")
-    with Hears(make_config(n_epochs=2, num_sanity_val_steps=1), batches(2), batches(1)) as trainer:
-        trainer.evaluate()
-        assert book == [(event, False, 0) for event in events]
-        book.clear()
-        trainer.fit()
-        assert book == [(event, step == 0, step) for step in (0, 2, 4) for event in events]
-        book.clear()
-        trainer.evaluate(batches(1))
-        assert book == [(event, False, 4) for event in events]
+    book: list[Any] = []
+    config = make_config(n_epochs=2, num_sanity_val_steps=1, callbacks=[HearsAll(book, "c")])
+    with Checked(config, batches(2), batches(1)) as trainer:
+        for validate, count in ((trainer.evaluate, 1), (trainer.fit, 3), (lambda: trainer.evaluate(batches(1)), 1)):
+            book.clear()
+            validate()
+            heard = [event for event, *_ in book if "_val_" in event]
+            assert heard == ["pre_val_epoch", "pre_val_batch", "post_val_batch", "post_val_epoch"] * count

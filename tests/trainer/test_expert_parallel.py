@@ -249,12 +249,6 @@ class Unsteady(Trained):
         return super().training_step(batch, batch_idx)
 
 
-def test_another_seed_starts_with_other_weights() -> None:
-    configs = (config_of(Case(), training={"max_steps": 0}, seed=seed) for seed in (42, 43))
-    one, two = fit_each(map(Trained, configs), lambda trainer: trainer.initial)
-    assert not torch.equal(one["embedding.weight"], two["embedding.weight"])
-
-
 def test_a_window_that_runs_again_counts_its_tokens_once() -> None:
     config = config_of(Case(), training={"on_nonfinite": "retry", "max_steps": 4})
     assert same_bits(*fit_each((kind(config) for kind in (Trained, Unsteady)), everything))

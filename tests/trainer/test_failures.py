@@ -12,7 +12,7 @@ import pytest
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader
-from tests.trainer.small import Alone, Batch, Samples, Sharded, Spread, batches, fit, make_config, run_ranks
+from tests.trainer.small import Alone, Batch, Samples, Sharded, Spread, batches, make_config, run_ranks
 from tests.trainer.test_hang import torchrun
 
 
@@ -226,9 +226,3 @@ def test_sigterm_to_one_rank_after_its_last_pulse_ends_both_alike(tmp_path: Path
         "interrupted-0": "3",
         "interrupted-1": "3",
     }
-
-
-def test_a_signal_handler_of_the_user_is_back_after_fit() -> None:
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    fit(Alone(make_config(n_epochs=1), batches(2)))
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before

@@ -132,8 +132,8 @@ def by_hand(
     for model in models:
         start(model)
     optimizers = [make_optimizer(model) for model in models]
-    begin = [p.detach().clone() for p in models[0].parameters()]
-    outer = torch.optim.SGD(begin, rounds.outer_lr, rounds.outer_momentum, nesterov=rounds.nesterov)
+    begin = {name: p.detach().clone() for name, p in models[0].named_parameters()}
+    outer = torch.optim.SGD(begin.values(), rounds.outer_lr, rounds.outer_momentum, nesterov=rounds.nesterov)
     data = batches(24)
     norms: list[list[float]] = [[] for _ in models]
     for step in range(steps):
@@ -154,23 +154,15 @@ def by_hand(
             optimizer.step()
             optimizer.zero_grad()
         if (step + 1) % rounds.every_n_steps == 0:
-            mean = [sum(ps) / len(models) for ps in zip(*(list(m.parameters()) for m in models), strict=True)]
+            mean = mean_of([model.state_dict() for model in models])
             if rounds.outer == "sgd":
-                for p, average in zip(begin, mean, strict=True):
-                    p.grad = (p - average).detach()
+                for name, p in begin.items():
+                    p.grad = p - mean[name]
                 outer.step()
-                mean = begin
-            statistics = mean_of([dict(model.named_buffers()) for model in models])
+                mean |= begin
             for model in models:
-                with torch.no_grad():
-                    for p, value in zip(model.parameters(), mean, strict=True):
-                        p.copy_(value)
-                write(model, statistics)
-            begin = outer.param_groups[0]["params"]
-            with torch.no_grad():
-                for p, value in zip(begin, models[0].parameters(), strict=True):
-                    p.copy_(value)
-    states = [dict(model.named_parameters()) | dict(model.named_buffers()) for model in models]
+                model.load_state_dict(mean)
+    states = [model.state_dict() for model in models]
     return {"states": states, "average": mean_of(states), "norms": norms}
 
 
@@ -333,10 +325,8 @@ def test_validations_checkpoints_and_exports_have_the_average(tmp_path: Path) ->
     expected = by_hand(2, DILOCO, steps=6)["average"]
     assert_same_weights(found["average"], expected)
     model = Net()
-    write(model, {name: value for name, value in expected.items() if name in dict(model.named_buffers())})
+    model.load_state_dict(expected)
     with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(expected[name])
         losses = [mse_loss(model.eval()(x), y) for x, y, _ in batches(4)]
     torch.testing.assert_close(found["validated"], [float(sum(losses) / 4)], rtol=1e-12, atol=1e-12)
     exported = load_file(tmp_path / "exported" / "model.safetensors")

@@ -142,6 +142,7 @@ def test_what_is_logged_after_a_validation_has_its_step_or_is_nothing(caplog: py
     lines = [(stamp.step, metrics) for stamp, metrics in memory.lines if "squared" in metrics]
     assert lines == [(step, {"squared": 4.0 * step}) for step in range(1, 9)]
     assert memory.column("train/loss").keys() == {4, 8}
+    assert memory.column("val/loss").keys() == set(range(1, 9))
     assert [step for step, name, _ in memory.media if name == "note"] == list(range(1, 9))
     ignored = [line for line in caplog.messages if "which logs nothing" in line]
     assert ignored == ["log('too early') was called in a sanity validation, which logs nothing: ignored."]
@@ -194,24 +195,6 @@ def test_a_prefix_that_the_user_writes_too_is_there_once() -> None:
 
     said, not_said = fit(Says, make_config()), fit(Validating, make_config(experiment="other"))
     assert [metrics for _, metrics in said.lines] == [metrics for _, metrics in not_said.lines]
-
-
-@pytest.mark.pitfall(48)
-def test_training_and_validation_share_one_step_axis_and_sanity_validation_logs_nothing() -> None:
-    memory = fit(Validating, make_config(every=2, val_every_n_steps=2, num_sanity_val_steps=2, n_epochs=2))
-    assert memory.column("train/loss").keys() == {2, 4, 6, 8}
-    assert memory.column("val/loss").keys() == {2, 4, 6, 8}
-    assert {stamp.step: stamp.samples for stamp, _ in memory.lines} == {2: 4, 4: 10, 6: 14, 8: 20}
-    assert [stamp.step for stamp, _ in memory.lines] == sorted(stamp.step for stamp, _ in memory.lines)
-
-
-@pytest.mark.pitfall(45)
-def test_validation_is_the_mean_over_samples_and_logs_inside_it_are_validations() -> None:
-    memory = fit(Validating, make_config())
-    stamp, metrics = memory.lines[-1]
-    assert stamp.step == 4
-    assert metrics == {"val/largest": 10.0, "val/tokens": 4.0, "val/loss": 4.0}
-    assert not any("tokens" in metrics or "val/tokens" in metrics for _, metrics in memory.lines[:-1])
 
 
 @pytest.mark.parametrize("where", ["open", "log", "state_dict", "close"])

@@ -5,7 +5,9 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch.nn as nn
 from torch.utils.data import DataLoader
 
 import dream_trainer as dt
+from dream_trainer.trainer.mixins import checkpointing
 from tests.api import DistributedDataLoader, PerRankLoader, StepError, World
 from tests.trainer import small
 from tests.worlds import run_world
@@ -29,19 +32,6 @@ def plain_loader(cls: type[small.Spread]) -> dict[str, Any]:
         trainer.fit()
         counters = trainer.global_step, trainer.samples_seen, trainer.local_batches, trainer.total_steps
         return {"seen": trainer.seen, "weights": small.weights(trainer.model), "counters": counters}
-
-
-def global_batch() -> dict[str, Any]:
-    """The same global batch of 12, whatever the ranks."""
-    config = small.make_config(n_epochs=2, train_batch_size=2, global_batch_size=12)
-    with small.Spread(config, DistributedDataLoader(small.Samples(36), 2, shuffle=True)) as trainer:
-        trainer.fit()
-        return {
-            "counters": (trainer.global_step, trainer.samples_seen, trainer.total_steps),
-            "accumulation": trainer.accumulation_steps,
-            "seen": trainer.seen,
-            "weights": small.weights(trainer.model),
-        }
 
 
 class Drops(small.Spread):
@@ -142,10 +132,8 @@ class WithPlainParts(small.Sharded):
     def configure_optimizers(self) -> None:
         self.optimizer = decaying(*self.named_models().values())
 
-    def training_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
-        self.backward(summed_loss(self.model, self.narrow, self.wide, batch))
-        self.step(self.model, self.optimizer)
-        return {}
+    def loss_of(self, batch: small.Batch) -> torch.Tensor:
+        return summed_loss(self.model, self.narrow, self.wide, batch)
 
 
 def plain_parts() -> tuple[nn.Module, nn.Module, nn.Module]:
@@ -205,12 +193,9 @@ def uneven_window() -> tuple[str, list[list[int]], dict[str, torch.Tensor]]:
 class NothingToLearn(small.Sharded):
     """Weighs a whole window with nothing, then one rank's part of another."""
 
-    def training_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
-        x, y, _ = batch
+    def weight_of(self, batch: small.Batch) -> torch.Tensor:
         is_nothing = self.global_step == 1 or (self.global_step == 2 and self.world.rank == 1)
-        self.backward(nn.functional.mse_loss(self.model(x), y), weight=torch.tensor(0 if is_nothing else 2))
-        self.step(self.model, self.optimizer)
-        return {}
+        return torch.tensor(0 if is_nothing else 2)
 
 
 def zero_weights() -> dict[str, Any]:
@@ -312,7 +297,6 @@ def everything() -> dict[str, Any]:
     return {
         "plain": plain_loader(small.Spread),
         "plain sharded": plain_loader(small.Sharded),
-        "global batch": global_batch(),
         "masks": dropout_masks(),
         "stop": small.fit(Stops(small.make_config(n_epochs=5), pairs(40))).global_step,
         "clock": small.fit(Naps(small.make_config(max_time=timedelta(seconds=0.2)), pairs(40))).global_step,
@@ -330,7 +314,7 @@ def everything() -> dict[str, Any]:
 
 
 def alone() -> dict[str, Any]:
-    return {"global batch": global_batch(), "masks": dropout_masks(), "defaults": defaults()}
+    return {"masks": dropout_masks(), "defaults": defaults()}
 
 
 @pytest.fixture(scope="module")
@@ -353,20 +337,6 @@ def test_a_plain_loader_is_split_over_the_ranks(two: list[dict[str, Any]], case:
     for found in ranks:
         assert found["counters"] == (6, 24, 6, 6)
         small.assert_same_weights(found["weights"], expected)
-
-
-def test_counters_weights_and_samples_are_those_of_any_world(one: dict[str, Any], two: list[dict[str, Any]]) -> None:
-    expected = one["global batch"]
-    assert expected["counters"] == (6, 72, 6)
-    ranks = [found["global batch"] for found in two]
-    for found in ranks:
-        assert found["counters"] == expected["counters"]
-        assert found["accumulation"] == 3
-        small.assert_same_weights(found["weights"], expected["weights"])
-    for step in range(6):
-        alone = [number for part in expected["seen"][step * 6 : step * 6 + 6] for number in part]
-        parts = [part for found in ranks for part in found["seen"][step * 3 : step * 3 + 3]]
-        assert sorted(alone) == sorted(number for part in parts for number in part)
 
 
 @pytest.mark.pitfall(11)
@@ -521,20 +491,24 @@ START, STEP = 1000.0, 100.0
 DEVICES = dt.DeviceParameters(device="cpu", start_timeout_seconds=START, step_timeout_seconds=STEP)
 
 
-class Timed(small.Validates, small.Spread):
-    """Each step takes a minute by the clocks of some ranks, and no time by the others'."""
+class Timed(small.Validates, small.Spread, dt.CheckpointMixin):
+    """Each step takes a minute by the clock of one rank, and no time by the others'."""
 
-    def __init__(self, config: Any, slow_ranks: tuple[int, ...]) -> None:
+    def __init__(self, config: Any, slow_rank: int) -> None:
         super().__init__(config, *(DistributedDataLoader(small.Samples(length), 2) for length in (24, 4)))
-        self.slow_ranks, self.minutes = slow_ranks, 0.0
+        self.slow_rank, self.minutes = slow_rank, 0.0
         self.validated_at: list[int] = []
+        self.saved_at: list[int] = []
         self.patience: list[float] = []
         self.timeouts: list[set[timedelta]] = []
         schedule = self._runtime.schedule
-        schedule._clock = schedule.validations._clock = lambda: 60 * self.minutes
+        schedule._clock = schedule.validations._clock = self.monotonic
+
+    def monotonic(self) -> float:
+        return 60 * self.minutes
 
     def training_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
-        self.minutes += self.world.rank in self.slow_ranks
+        self.minutes += self.world.rank == self.slow_rank
         self.patience.append(self._runtime.session.watchdog.limit_seconds())
         if self.world.world_size > 1:
             self.timeouts.append(timeouts(self.world))
@@ -543,6 +517,9 @@ class Timed(small.Validates, small.Spread):
     def pre_val_epoch(self) -> None:
         self.validated_at.append(self.global_step)
 
+    def on_save(self, path: Path) -> None:
+        self.saved_at.append(int(path.name.removeprefix("step_")))
+
 
 def timeouts(world: World) -> set[timedelta]:
     """How long collectives may take, of every group that the step path uses."""
@@ -550,29 +527,37 @@ def timeouts(world: World) -> set[timedelta]:
     return {group._get_backend(torch.device("cpu")).options._timeout for group in groups if group is not None}
 
 
-def train_timed(slow_ranks: tuple[int, ...], minutes: float) -> Timed:
-    config = small.make_config(n_epochs=1, val_every_minutes=minutes, val_every_n_epochs=None, devices=DEVICES)
-    with Timed(config, slow_ranks) as trainer:
-        trainer.fit()
-        return trainer
+def train_timed(slow_rank: int, minutes: float) -> Timed:
+    saves = dt.CheckpointParameters(save_every_n_minutes=minutes, save_every_n_epochs=None, save_at_end=False)
+    validations = {"val_every_minutes": minutes, "val_every_n_epochs": None}
+    config = small.make_config(experiment=f"{slow_rank}", n_epochs=1, devices=DEVICES, checkpoint=saves, **validations)
+    trainer = Timed(config, slow_rank)
+    with mock.patch.object(checkpointing, "time", trainer):
+        return small.fit(trainer)
 
 
-@pytest.mark.parametrize(("minutes", "steps"), [(1.0, [2, 4, 6, 8, 10, 12]), (5.0, [6, 12]), (5.5, [7])])
-def test_minutes_between_validations_are_minutes(minutes: float, steps: list[int]) -> None:
-    """The clock is read before a step that takes a minute, and the validation is after it."""
-    assert train_timed((0,), minutes).validated_at == steps
+@pytest.mark.parametrize(
+    ("minutes", "validated", "saved"),
+    [(1.0, [2, 4, 6, 8, 10, 12], list(range(1, 13))), (5.0, [6, 12], [5, 10]), (5.5, [7], [6, 12]), (13.0, [], [])],
+)
+def test_minutes_between_validations_and_saves_are_minutes(
+    minutes: float, validated: list[int], saved: list[int]
+) -> None:
+    """For a validation the clock is read before a step that takes a minute, and the validation is after it."""
+    trainer = train_timed(0, minutes)
+    assert (trainer.validated_at, trainer.saved_at) == (validated, saved)
 
 
 def on_two_ranks() -> list[Any]:
-    found: list[Any] = [train_timed((rank,), 2.0).validated_at for rank in (0, 1)]
-    trainer = train_timed((0,), 2.0)
-    return [*found, trainer.timeouts, trainer.patience]
+    by_rank_0, by_rank_1 = (train_timed(rank, 2.0) for rank in (0, 1))
+    clocks = [(trainer.validated_at, trainer.saved_at) for trainer in (by_rank_0, by_rank_1)]
+    return [*clocks, by_rank_0.timeouts, by_rank_0.patience]
 
 
 def test_rank_0s_clock_decides_and_time_outs_are_long_until_the_first_step_is_done() -> None:
     for by_rank_0, by_rank_1, time_outs, patience in run_world(on_two_ranks, 2):
-        assert by_rank_0 == [3, 6]
-        assert by_rank_1 == []
+        assert by_rank_0 == ([3, 6], [2, 4, 6])
+        assert by_rank_1 == ([], [])
         assert time_outs == [{timedelta(seconds=START)}] + [{timedelta(seconds=STEP)}] * 5
         assert patience == pytest.approx([0.9 * START] + [0.9 * STEP] * 5)
 

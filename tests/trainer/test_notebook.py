@@ -45,15 +45,19 @@ class Evaluates(small.Validates, small.Spread, dt.EvalMixin, dt.CheckpointMixin,
 def test_after_an_exception_evaluate_works_and_fit_goes_on(place: str, at: int, accumulation: int) -> None:
     config = small.make_config(n_epochs=2, gradient_accumulation_steps=accumulation)
     data = torch.utils.data.DataLoader(small.Samples(8), batch_size=2)
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     with Evaluates(config, data, small.batches(1)) as trainer:
         trainer.fails_in, trainer.fails_at = place, at
         with pytest.raises(KeyError, match="the cause"):
             trainer.fit()
+        assert torch.is_grad_enabled()
+        assert all(module.training for module in (trainer, *trainer.model.modules()))
         if place == "step":
             before = small.weights(trainer.model)
             assert trainer.evaluate().keys() == {"val/loss"}
             small.assert_same_weights(small.weights(trainer.model), before)
         trainer.fit()
+        assert handlers == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
         assert trainer.current_epoch == 2
         windows = [small.batches(4)[i : i + accumulation] for i in range(0, 4, accumulation)] * 2
         small.assert_same_weights(small.weights(trainer.model), small.by_hand(windows))

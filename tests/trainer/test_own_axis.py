@@ -14,7 +14,7 @@ import dream_trainer as dt
 from tests.api import ConfigError, DistributedDataLoader, HookError, lay_mesh_among_data
 from tests.trainer.arithmetic import full, same_bits
 from tests.trainer.rows_axis import RowsConfig, RowsMixin, Table
-from tests.trainer.small import Built, run_config, train_by_hand
+from tests.trainer.small import FromSeed, run_config, train_by_hand
 from tests.worlds import run_each, run_world
 
 STEPS, BATCH, LENGTH, ROWS, WIDTH, CLIP = 6, 8, 4, 12, 8, 0.05
@@ -40,9 +40,8 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
     return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
 
-class Trained(RowsMixin, Built, dt.DreamTrainer):
+class Trained(RowsMixin, FromSeed):
     make_model = Model
-    init_weights = dt.DreamTrainer.init_weights
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
         size = BATCH // self.world.data_size // self.config.training_parameters.gradient_accumulation_steps

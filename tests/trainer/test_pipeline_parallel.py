@@ -200,22 +200,15 @@ class Half(stages.Trained):
         if self.config.case == OVERFLOWING and self.model.embedding is not None:  # of one stage alone
             self.model.embedding.weight.register_hook(lambda grad: grad + torch.inf if self.global_step == 1 else grad)
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+    def loss_fn(self) -> Any:
         factor = 2.0**40 if self.config.case == OVERFLOWING and self.global_step == 2 else 1.0
-        weight = stages.count if self.config.case.weighted else None
-        tokens, labels = batch
+        return lambda scores, labels: stages.mean_loss(scores, labels) * factor
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
         with sent_by_stages() as sent:
-            loss = self.forward_backward(
-                self.model,
-                (tokens,),
-                labels,
-                lambda scores, labels: stages.mean_loss(scores, labels) * factor,
-                weight=weight,
-            )
-        if not self.is_accumulating_gradients:
-            self.sent = sent.n_bytes
-            self.norms.append(float(self.step(self.model, self.optimizer)))
-        return {"loss": loss}
+            result = super().training_step(batch, batch_idx)
+        self.sent = sent.n_bytes
+        return result
 
 
 def train_half(case: stages.Case) -> dict[str, Any]:

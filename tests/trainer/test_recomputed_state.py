@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dream_trainer as dt
 from tests.api import DistributedDataLoader, StepError, load_weights
 from tests.trainer.arithmetic import full
-from tests.trainer.small import Built, assert_same_weights, fit_each, run_config, sgd, train_by_hand, weights
+from tests.trainer.small import FromSeed, assert_same_weights, fit_each, run_config, sgd, train_by_hand, weights
 from tests.worlds import run_world
 
 WIDTH, N_STEPS, BATCH, LAST = 4, 3, 4, 5
@@ -68,10 +68,6 @@ def initial() -> Net:
 def samples() -> tuple[Tensor, Tensor]:
     x = torch.randn(2 * N_STEPS * BATCH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     return x, x.roll(1, -1)
-
-
-class FromSeed(Built, dt.DreamTrainer):
-    init_weights = dt.DreamTrainer.init_weights
 
 
 class Trained(FromSeed):

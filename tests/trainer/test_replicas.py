@@ -11,7 +11,6 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.nn.functional import mse_loss
-from torch.nn.parallel import DistributedDataParallel
 
 import dream_trainer as dt
 from dream_trainer.trainer.step import gradients as step_gradients
@@ -23,7 +22,6 @@ from tests.trainer.small import (
     Spread,
     batches,
     error_of,
-    filled_network,
     fused_adamw,
     make_config,
     mean_square,
@@ -114,23 +112,6 @@ CASES: dict[str, dict[str, Any]] = {
     "weighted float32": {"weigh": tokens_of, "make_model": small_network},
 }
 CLIP = 0.5
-
-
-def by_ddp() -> dict[str, Any]:
-    """The loop of PyTorch's documentation, on the data of the case "float64"."""
-    torch.distributed.init_process_group("gloo")
-    model = filled_network()
-    wrapped, optimizer, rank = DistributedDataParallel(model), fused_adamw(model), int(os.environ["RANK"])
-    norms = []
-    for x, y, _ in batches(2 * STEPS)[rank::2]:
-        mse_loss(wrapped(x), y).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
-        optimizer.step()
-        optimizer.zero_grad()
-    found = {"weights": weights(model), "norms": norms}
-    del wrapped  # freed after the group, it hangs now and then
-    torch.distributed.destroy_process_group()
-    return found
 
 
 class Weighing(Painter):
@@ -254,7 +235,7 @@ ONE_EACH = 1  # byte, so that each parameter is a bucket
 
 
 def train_all() -> dict[str, Any]:
-    found = {name: train(**case, gradient_clip_norm=CLIP) for name, case in CASES.items()} | {"ddp": by_ddp()}
+    found = {name: train(**case, gradient_clip_norm=CLIP) for name, case in CASES.items()}
     found |= {cls.__name__: train(cls) for cls in (Weighing, Pair, Held)}
     step_gradients.BUCKET_BYTES = 40  # so that there are as many buckets as parameters
     found["many buckets"] = train(**CASES["weighted float32"], gradient_clip_norm=CLIP)
@@ -283,12 +264,6 @@ def test_two_replicas_are_one_process(name: str, ranks: list[dict[str, Any]]) ->
         assert rank[name]["norms"] == pytest.approx(alone["norms"], rel=1e-12 if "float32" not in name else 1e-5)
         torch.testing.assert_close(rank[name]["weights"], alone["weights"], **tolerance)
         torch.testing.assert_close(rank[name]["weights"], ranks[0][name]["weights"], rtol=0, atol=0)
-
-
-def test_replicas_train_as_distributed_data_parallel_does(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        assert rank["float64"]["norms"] == pytest.approx(rank["ddp"]["norms"], rel=1e-14)
-        torch.testing.assert_close(rank["float64"]["weights"]["model"], rank["ddp"]["weights"], rtol=1e-14, atol=1e-15)
 
 
 def test_weights_are_summed_exactly_whatever_type_gradients_cross_ranks_in(ranks: list[dict[str, Any]]) -> None:

@@ -67,11 +67,11 @@ class Scheduled(saves.Saves):
         self.used.append(used(self.optimizer))
         loss = self.model(batch[0]).square().mean()
         self.backward(loss)
-        self.step(self.model, self.optimizer, self.scheduler)
+        self.finish()
         return {"loss": loss}
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        return {"loss": self.model(batch[0]).square().mean()}
+    def finish(self) -> None:
+        self.step(self.model, self.optimizer, self.scheduler)
 
 
 def used(optimizer: Optimizer) -> tuple[float, float]:
@@ -210,13 +210,9 @@ class Plateau(Scheduled):
     def configure_schedulers(self) -> None:
         self.scheduler = lrs.ReduceLROnPlateau(self.optimizer, patience=self.patience, factor=0.5)
 
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        self.used.append(used(self.optimizer))
-        loss = self.model(batch[0]).square().mean()
-        self.backward(loss)
+    def finish(self) -> None:
         self.step(self.model, self.optimizer)
         self.scheduler.step(1.0)
-        return {"loss": loss}
 
 
 def test_a_plateau_keeps_what_it_has_waited(caplog: pytest.LogCaptureFixture) -> None:

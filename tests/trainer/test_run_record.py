@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader
 
 import dream_trainer as dt
+from dream_trainer.trainer import run_record
 from tests.api import (
     CheckpointError,
     DistributedDataLoader,
@@ -27,6 +29,7 @@ from tests.api import (
     read_record,
     receipt,
 )
+from tests.programs import run_programs
 from tests.trainer import small
 from tests.trainer.saves import Saves, fit, fit_scripted, make_config, run
 from tests.trainer.small import BY_BLOCKS, Alone, Batch, Built, Spread, batches
@@ -228,55 +231,38 @@ def test_of_a_rank_that_died_nobody_says_another_ones_cause(tmp_path: Path) -> N
     assert re.match(r"rank 1 \(process \d+ on .*\) is gone without an error: killed", str(record.why))
 
 
-SCRIPT = """
-import os, signal, sys, torch
-import dream_trainer as dt, dream_trainer.trainer.run_record as kept
-kept.WORTH_TELLING = 0.0
-class Trainer(dt.DreamTrainer):
-    def configure_models(self):
-        self.model = torch.nn.Linear(4, 1)
+class Killed(small.Validates, Built, dt.DreamTrainer):
+    """Saves after one step, and kills itself after another."""
 
-    def configure_optimizers(self):
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+    saves_at = killed_at = 0
 
-    def configure_dataloaders(self):
-        rows = [torch.randn(4) for _ in range(64)]
-        return torch.utils.data.DataLoader(rows, batch_size=4), torch.utils.data.DataLoader(rows[:8], batch_size=4)
-
-    def training_step(self, batch, batch_idx):
-        loss = self.model(batch).square().mean()
-        self.backward(loss)
-        self.step(self.model, self.optimizer)
-        return {"loss": loss}
-
-    def validation_step(self, batch, batch_idx):
-        return {"loss": self.model(batch).square().mean()}
-
-    def post_train_step(self):
-        if self.global_step == int(sys.argv[1]):
+    def post_train_step(self) -> None:
+        if self.global_step == self.saves_at:
             self.save_checkpoint()
-        if self.global_step == int(sys.argv[2]):
+        if self.global_step == self.killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-config = dt.DreamTrainerConfig(
-    experiment="killed",
-    device_parameters=dt.DeviceParameters(device="cpu"),
-    training_parameters=dt.TrainingParameters(max_steps=30, val_every_n_steps=10),
-    checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None),
-    logger_parameters=dt.LoggerParameters(loggers=("console", "jsonl"), log_every_n_steps=1),
-)
-with Trainer(config) as trainer:
-    trainer.fit()
-"""
+
+def train_until(saves_at: int, killed_at: int) -> None:
+    run_record.WORTH_TELLING = 0.0
+    config = small.run_config(
+        "killed",
+        training_parameters=dt.TrainingParameters(max_steps=30, val_every_n_steps=10),
+        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None),
+        logger_parameters=dt.LoggerParameters(loggers=("console", "jsonl"), log_every_n_steps=1),
+    )
+    trainer = Killed(config, *(DataLoader(small.Samples(length), 4) for length in (64, 8)))
+    trainer.saves_at, trainer.killed_at = saves_at, killed_at
+    fit(trainer)
 
 
-def start(directory: Path, saves_at: int, killed_at: int) -> tuple[float, str]:
-    """Runs the script and returns when it was started, and what it printed."""
+def start(directory: Path, *steps: int) -> tuple[float, str]:
+    """Returns when the program was started, and what it printed."""
     now = time.time()
-    command = [sys.executable, "-c", SCRIPT, str(saves_at), str(killed_at)]
-    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, env={**os.environ, "RANK": "0"})
-    assert done.returncode == (-signal.SIGKILL if killed_at else 0), done.stderr
-    return now, done.stdout
+    code = f"from tests.trainer.test_run_record import train_until; train_until{steps}"
+    (ended,) = run_programs(code, 1, directory, {**os.environ, "RANK": "0"}, 60)
+    assert ended.status == (-signal.SIGKILL if steps[1] else 0), ended.error
+    return now, ended.output
 
 
 def test_a_run_that_was_killed_twice_accounts_for_all_of_its_time(tmp_path: Path) -> None:

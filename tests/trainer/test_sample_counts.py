@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 import dream_trainer as dt
 from tests.api import DistributedDataLoader, IterableShards, LoaderGroup, PerRankLoader, StreamLoader
+from tests.data.samples import KeepsNext
 from tests.trainer.small import Alone, Spread, fill, make_config, sharded
 from tests.worlds import run_world
 
@@ -141,22 +142,16 @@ def test_means_and_counters_are_over_the_samples_that_were_dealt() -> None:
             assert_counted(found)
 
 
-class Shard:
+class Shard(KeepsNext):
     """Four images that are read in order, and can be gone on with."""
 
     def __init__(self, number: int) -> None:
-        self.images, self.next = Images(4 * number, 4), 0
+        self.images = Images(4 * number, 4)
 
     def __iter__(self) -> Iterator[Any]:
         while self.next < 4:
             self.next += 1
             yield self.images[self.next - 1]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"next": self.next}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.next = state["next"]
 
 
 GIVEN: dict[str, tuple[Any, dict[str, Any], int]] = {

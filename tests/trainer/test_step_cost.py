@@ -6,12 +6,15 @@ import itertools
 import os
 import sys
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,8 +22,8 @@ import dream_trainer as dt
 from dream_trainer import callbacks as cb
 from tests.api import DistributedDataLoader, Flags, fsdp_modules, gathered_twins, local_tensor
 from tests.late_norms import norms_are_read_late
-from tests.trainer.small import BY_BLOCKS, WIDTH, Alone, Batch, Built, Samples, fit, make_config
-from tests.worlds import run_world
+from tests.trainer.small import BY_BLOCKS, WIDTH, Alone, Batch, FromSeed, Samples, fit, make_config
+from tests.worlds import gloo_group, run_world
 
 pytestmark = pytest.mark.usefixtures("late_norms")
 
@@ -93,8 +96,8 @@ class Bare(Body, Alone):
     pass
 
 
-class Whole(Body, Built, dt.DreamTrainer):
-    init_weights = dt.DreamTrainer.init_weights
+class Whole(Body, FromSeed):
+    pass
 
 
 def counted(trainer: Any) -> dict[str, int]:
@@ -112,13 +115,12 @@ def start_or_end(number: float, counts: Counts, stack: contextlib.ExitStack) -> 
         stack.close()
 
 
-def by_hand() -> dict[str, int]:
-    net, counts, stack = model(), Counts(), contextlib.ExitStack()
-    optimizer = optimizer_for(net)
+def by_hand(net: nn.Module, clip: Callable[[nn.Module], object]) -> dict[str, int]:
+    counts, stack, optimizer = Counts(), contextlib.ExitStack(), optimizer_for(net)
     for number, (x, y, _) in enumerate(data()):
         start_or_end(number, counts, stack)
         mse_loss(net(x).mean(1, keepdim=True), y).backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        clip(net)
         optimizer.step()
         optimizer.zero_grad()
     return dict(counts.found)
@@ -129,7 +131,7 @@ def by_hand() -> dict[str, int]:
 @pytest.mark.parametrize("weighted", [False, True])
 def test_alone_a_step_reads_copies_and_communicates_no_more_than_the_loop_by_hand(cls: Any, weighted: bool) -> None:
     found = counted(cls(make_config(max_steps=24, gradient_clip_norm=1.0), weighted))
-    expected = by_hand()
+    expected = by_hand(model(), lambda net: nn.utils.clip_grad_norm_(net.parameters(), 1.0))
     assert found.get("reads", 0) == expected.get("reads", 0) == 0
     assert [name for name in found if "c10d" in name] == []
     assert found.get("large copies", 0) == expected.get("large copies", 0) == 0
@@ -181,33 +183,24 @@ def test_an_everyday_step_of_one_process_makes_few_calls_of_our_own() -> None:
     assert 50 * (LAST - FIRST) < trainer.n_calls <= MOST_CALLS * (LAST - FIRST)
 
 
+def clip_shards(net: nn.Module) -> None:
+    """With one all-reduce for the norm over local shards."""
+    grads = [p.grad.to_local() for p in net.parameters()]
+    total = torch.stack([grad.square().sum() for grad in grads]).sum()
+    dist.all_reduce(total)
+    for grad in grads:
+        grad.mul_(torch.clamp(1.0 / (total.sqrt() + 1e-6), max=1.0))
+
+
+@gloo_group()
 def sharded_by_hand() -> dict[str, int]:
-    """FSDP2 as its documentation shows it, with one all-reduce for the norm over local shards."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
+    """FSDP2 as its documentation shows it."""
     from torch.distributed.fsdp import fully_shard
 
-    dist.init_process_group("gloo")
-    try:
-        mesh = init_device_mesh("cpu", (2,))
-        net, counts, stack = model(), Counts(), contextlib.ExitStack()
-        for block in net[1]:
-            fully_shard(block, mesh=mesh)
-        fully_shard(net, mesh=mesh)
-        optimizer = optimizer_for(net)
-        for number, (x, y, _) in enumerate(data()):
-            start_or_end(number, counts, stack)
-            mse_loss(net(x).mean(1, keepdim=True), y).backward()
-            grads = [p.grad.to_local() for p in net.parameters()]
-            total = torch.stack([grad.square().sum() for grad in grads]).sum()
-            dist.all_reduce(total)
-            for grad in grads:
-                grad.mul_(torch.clamp(1.0 / (total.sqrt() + 1e-6), max=1.0))
-            optimizer.step()
-            optimizer.zero_grad()
-        return dict(counts.found)
-    finally:
-        dist.destroy_process_group()
+    mesh, net = init_device_mesh("cpu", (2,)), model()
+    for block in net[1]:
+        fully_shard(block, mesh=mesh)
+    return by_hand(fully_shard(net, mesh=mesh), clip_shards)
 
 
 @norms_are_read_late()

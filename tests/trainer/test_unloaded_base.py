@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import dream_trainer as dt
-from tests.trainer.small import Built, fit, run_config, told
+from tests.trainer.small import FromSeed, fit, run_config, told
 from tests.worlds import run_world
 
 WIDTH = 8
@@ -25,10 +25,8 @@ def body() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
 
 
-class Probe(Built, dt.DreamTrainer):
+class Probe(FromSeed):
     """A head on a frozen body that is as the seed drew it."""
-
-    init_weights = dt.DreamTrainer.init_weights
 
     def configure_models(self) -> None:
         self.model = nn.Sequential(body().requires_grad_(False), nn.Linear(WIDTH, 1))

@@ -1,6 +1,5 @@
-"""Validation: exact means over ragged data and ranks, when it is due, and training left exactly as it was."""
+"""Validation: exact means over ragged data, when it is due, and training left exactly as it was."""
 
-import os
 import random
 from typing import Any
 
@@ -12,15 +11,13 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 import dream_trainer as dt
-from tests.api import DataError, DistributedDataLoader, HookError, PerRankLoader
+from tests.api import DataError, HookError
 from tests.trainer import small
-from tests.worlds import run_world
 
 
 class Counted(small.Validates):
     def validation_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
-        if not self.is_padding_batch:
-            self.validated = [*vars(self).get("validated", []), *batch[2].tolist()]
+        self.validated = [*vars(self).get("validated", []), *batch[2].tolist()]
         return super().validation_step(batch, batch_idx) | {"number": batch[2].double().mean()}
 
     def post_val_epoch(self, metrics: dict[str, float]) -> None:
@@ -134,15 +131,6 @@ def test_training_is_the_same_bits_with_and_without_validation() -> None:
         assert torch.equal(small.weights(with_it.model)[name], value)
 
 
-def test_validation_is_the_same_each_time_though_it_draws() -> None:
-    class Draws(Checked):
-        def validation_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
-            return {"draw": torch.rand(())}
-
-    trainer = small.fit(Draws(small.make_config(n_epochs=3), small.batches(2), small.batches(2)))
-    assert trainer.metrics[0] == trainer.metrics[1] == trainer.metrics[2]
-
-
 @pytest.mark.pitfall(9)
 def test_each_modules_own_mode_comes_back_and_inside_all_are_in_eval_mode() -> None:
     class Watch(Checked):
@@ -160,21 +148,6 @@ def test_each_modules_own_mode_comes_back_and_inside_all_are_in_eval_mode() -> N
     assert trainer.training
     assert not any(module.training for module in trainer.model[0].modules())
     assert trainer.model[1].training
-
-
-@pytest.mark.pitfall(9)
-def test_an_exception_in_validation_leaves_train_mode_and_gradients_on() -> None:
-    class Breaks(Checked):
-        def validation_step(self, batch: small.Batch, batch_idx: int) -> dict[str, Any]:
-            torch.rand(1)
-            raise ZeroDivisionError
-
-    trainer = Breaks(small.make_config(n_epochs=1), small.batches(2), small.batches(2))
-    with pytest.raises(ZeroDivisionError):
-        trainer.fit()
-    assert trainer.training
-    assert all(module.training for module in trainer.model.modules())
-    assert torch.is_grad_enabled()
 
 
 class ReturnsATensor(Checked):
@@ -205,64 +178,6 @@ def test_several_validation_loaders_need_no_mixin() -> None:
 def test_a_validation_step_without_a_loader_is_a_notice(caplog: pytest.LogCaptureFixture) -> None:
     assert small.fit(Checked(small.make_config(n_epochs=2), small.batches(2), None)).global_step == 4
     assert len([r for r in caplog.records if "validation_step is never called" in r.message]) == 1
-
-
-class SpreadChecked(Counted, small.Spread, dt.EvalMixin):
-    pass
-
-
-def train_loader() -> DistributedDataLoader:
-    return DistributedDataLoader(small.Samples(12), 2)
-
-
-def validate_everywhere() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    unequal = ragged([2, 3, 1])[: 1 + int(os.environ["RANK"])]
-    loaders = {str(size): DataLoader(small.Samples(7), size, drop_last=True) for size in (1, 3, 8)}
-    loaders |= {"one sample": DataLoader(small.Samples(1), 4), "unequal": PerRankLoader(unequal)}
-    loaders["unsized"] = PerRankLoader(Unsized(unequal))
-    for name, cls in {"replicate": SpreadChecked, "fsdp": small.sharded(SpreadChecked)}.items():
-        for kind, loader in loaders.items():
-            with cls(small.make_config(n_epochs=1), train_loader(), loader) as trainer:
-                trainer.fit()
-                validated = vars(trainer).get("validated", [])
-                found[f"{name}/{kind}"] = (validated, trainer.metrics, small.weights(trainer.model))
-    return found
-
-
-class Unsized:
-    def __init__(self, data: list[small.Batch]) -> None:
-        self.data = data
-
-    def __iter__(self) -> Any:
-        return iter(self.data)
-
-
-@pytest.mark.pitfall(13, 45, 46)
-def test_each_sample_counts_once_over_ranks_and_a_rank_without_any_does_not_hang() -> None:
-    results = run_world(validate_everywhere, 3)
-    for case in results[0]:
-        ranks = [rank[case] for rank in results]
-        metrics = ranks[0][1][0]
-        assert all(rank[1] == ranks[0][1] for rank in ranks), case
-        model = small.network()
-        model.load_state_dict(ranks[0][2])
-        if case.endswith(("unequal", "unsized")):
-            sizes = [2, 3, 1]
-            counted = [n for rank in range(3) for b in ragged(sizes)[: 1 + rank] for n in b[2].tolist()]
-        else:
-            length = 1 if case.endswith("sample") else 7
-            counted = list(range(length))
-            assert sorted(n for rank in ranks for n in rank[0]) == counted, case
-        assert metrics["val/number"] == pytest.approx(sum(counted) / len(counted), rel=1e-12), case
-        if case.endswith(("unequal", "unsized")):
-            data = small.Samples(6)
-            with torch.no_grad():
-                losses = (model(data.x) - data.y).square().flatten()
-            expected = sum(losses[n].item() for n in counted) / len(counted)
-        else:
-            expected = whole_loss(model, len(counted))
-        assert metrics["val/loss"] == pytest.approx(expected, rel=1e-12), case
 
 
 def test_a_model_that_is_trained_in_eval_mode_is_named(caplog: pytest.LogCaptureFixture) -> None:

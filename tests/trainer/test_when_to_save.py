@@ -1,70 +1,17 @@
-"""When a run is saved, by the clock, by its metrics, by request and after an exception; and which checkpoints stay."""
+"""When a run is saved, by its metrics, by request and after an exception; and which checkpoints stay."""
 
 import math
 import os
 import signal
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 
 import dream_trainer as dt
-from dream_trainer.trainer.mixins import checkpointing as mixin
 from tests.api import NonFiniteError, read_shared
 from tests.trainer import saves
 from tests.trainer.small import Batch, assert_same_weights, weights
-from tests.worlds import run_world
-
-# -- the clock
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.minutes = 0.0
-
-    def monotonic(self) -> float:
-        return 60 * self.minutes
-
-
-class Timed(saves.Saves):
-    """Each step takes a minute by the clocks of some ranks, and no time by the others'."""
-
-    clock: Clock
-    slow_ranks: tuple[int, ...] = (0,)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        self.clock.minutes += self.world.rank in self.slow_ranks
-        return super().training_step(batch, batch_idx)
-
-
-def fit_timed(config: saves.Config, slow_ranks: tuple[int, ...] = (0,), length: int = 2 * saves.STEPS) -> saves.Saves:
-    clock = Clock()
-    with mock.patch.object(mixin, "time", clock):
-        trainer = Timed(config, length=length)
-        trainer.clock, trainer.slow_ranks = clock, slow_ranks
-        return saves.fit(trainer)
-
-
-@pytest.mark.parametrize(("minutes", "steps"), [(1.0, [1, 2, 3, 4, 5, 6]), (2.5, [3, 6]), (7.0, [])])
-def test_minutes_between_saves_are_counted_by_the_clock(minutes: float, steps: list[int]) -> None:
-    assert fit_timed(saves.make_config(save_every_n_minutes=minutes, **saves.NOTHING)).saved == steps
-
-
-def clocks_at_two() -> list[list[int]]:
-    return [
-        fit_timed(
-            saves.make_config(experiment=str(rank), save_every_n_minutes=2.0, **saves.NOTHING),
-            slow_ranks=(rank,),
-            length=4 * saves.STEPS,
-        ).saved
-        for rank in (0, 1)
-    ]
-
-
-def test_rank_0s_clock_counts_for_all() -> None:
-    assert run_world(clocks_at_two, 2) == [[[2, 4, 6], []]] * 2
-
 
 NAN, INF = math.nan, math.inf
 
