@@ -160,7 +160,13 @@ def _link(link: Path, directory: Path) -> None:
             f"{directory}. Move them there, or leave `directory` as it was."
         )
     if link.is_dir() and not link.is_symlink():
-        link.rmdir()
+        try:
+            link.rmdir()
+        except OSError:
+            raise CheckpointError(
+                f"{link} is not empty, and checkpoint_parameters.directory would put a link in its place. Move what is "
+                "in it away."
+            ) from None
     directory.mkdir(parents=True, exist_ok=True)
     new = link.with_name(f".{link.name}.tmp-{secrets.token_hex(8)}")
     new.symlink_to(directory)

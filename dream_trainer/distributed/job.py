@@ -112,6 +112,9 @@ def _agree_on_attempt(store: Store, rank: int, world_size: int, timeout: timedel
 
 def _connect(rank: int, world_size: int, timeout: timedelta) -> tuple[Store, bool]:
     """A connection to the job's store, and whether the agent has it, and so keeps it over attempts."""
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ConfigError(f"WORLD_SIZE={world_size} but {' and '.join(missing)} are not set. Start with torchrun.")
     port = os.environ["MASTER_PORT"]
     if not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ConfigError(

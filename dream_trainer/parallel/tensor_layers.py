@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -105,6 +105,7 @@ class EqualParts:
     def __init__(self, models: Mapping[str, nn.Module], world: World) -> None:
         assert world.mesh is not None  # several ranks share layers
         self._group, self._size, self._device = world.mesh["tp"].get_group(), world.mesh["tp"].size(), world.device
+        self._last: nn.Module | None = None
         self._split = {
             module: f"{model_name}.{name}" if name else model_name
             for model_name, model in models.items()
@@ -112,12 +113,25 @@ class EqualParts:
             if any(dim_of_part(p, "tp") is not None for p in module.parameters())
         }
 
-    def compared(self) -> AbstractContextManager[None]:
-        """Compares split modules inside the block."""
+    @contextmanager
+    def compared(self) -> Iterator[None]:
+        """Compares split modules inside the block; the error of one that fails says what is split there."""
+        self._last = None
         comparing = (m.register_forward_pre_hook(self._compare, prepend=True, with_kwargs=True) for m in self._split)
-        return removed_after(comparing)
+        try:
+            with removed_after(comparing):
+                yield
+        except RuntimeError as error:
+            if self._last is not None:  # as where a view into the config's number of heads fails
+                error.add_note(
+                    f"Under tensor_parallel={self._size} each rank has a part of {self._split[self._last]}, which ran "
+                    f"last. Parts have to be whole heads, of a number that {self._size} divides, and heads counted "
+                    "from the tensor: x.view(*x.shape[:-1], -1, head_size)."
+                )
+            raise
 
     def _compare(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._last = module
         shapes = [[*x.shape] for x in leaves((args, kwargs)) if isinstance(x, Tensor) and not is_dtensor(x)]
         by_rank = gathered_rows(torch.tensor([crc32(repr(shapes).encode())], device=self._device), self._group)
         if bool((by_rank != by_rank[0]).any()):

@@ -85,7 +85,10 @@ class Loss:
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
         if isinstance(targets, Tensor) and isinstance(outputs, Tensor):
             targets = self._fitting(outputs, targets)
-        return self._function(outputs, targets)
+        loss = self._function(outputs, targets)
+        if not isinstance(loss, Tensor) or loss.dim() > 0:
+            raise HookError(f'loss= returned {shapes(loss)}, not a scalar. Use reduction="mean", or its mean().')
+        return loss
 
     def labels_in(self, outputs: Any, targets: Any) -> Tensor | None:
         """The labels that the loss of a batch is a mean over, by the weights of their classes; None: its samples."""

@@ -247,7 +247,10 @@ def refuse_other_config(path: Path, adapters: Adapters, may_differ: Collection[s
         if world.is_main:
             logger.warning("%s: %s", path, _UNCHECKED)
         return
-    saved = dict(json.loads(file.read_text()))
+    try:
+        saved = dict(json.loads(file.read_text()))
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not JSON: {error}.") from error
     changes = _changes(saved, adapters.config, same_places=same_places)
     refused = {name: change for name, change in changes.items() if name not in may_differ}
     if refused:

@@ -68,6 +68,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"loss='crossentropy' is not known. Use 'cross_entropy'",
     ),
     "a loss with parameters": ({"loss": nn.Linear(2, 2)}, ConfigError, r"loss=Linear has parameters"),
+    "a loss of each sample": ({"loss": nn.CrossEntropyLoss(reduction="none")}, HookError, r"not a scalar"),
     "several optimizers": (
         {"optimizer": [adam(classifier())]},
         ConfigError,

@@ -114,44 +114,69 @@ def test_what_cannot_be_split_is_refused_on_all_ranks_with_what_to_do() -> None:
         assert all(REFUSED[kind] in error for error in errors)
 
 
-class Layers(nn.Module):
-    def __init__(self, hidden: int = 16) -> None:
+HEAD = 4
+
+
+class Attention(nn.Module):
+    """Counts its heads from the tensor, which may have a half of one."""
+
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, hidden), nn.Linear(hidden, 8)
+        self.query, self.out = nn.Linear(width, heads * HEAD), nn.Linear(heads * HEAD, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.query(x).view(*x.shape[:2], -1, HEAD).flatten(2))
+
+
+class Layers(nn.Module):
+    def __init__(self, hidden: int = 16, heads: int = 2) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(8), Attention(8, heads)
+        self.up, self.down = nn.Linear(8, hidden), nn.Linear(hidden, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
         return x + self.down(self.up(self.norm(x)))
 
 
 def make_mistakes() -> dict[str, Any]:
     world = World(dt.DeviceParameters(device="cpu", tensor_parallel=2), shard_by_default=False)
     told: dict[str, Any] = {}
-    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    plan = {"attention.query": ColwiseParallel(), "attention.out": RowwiseParallel()}
+    plan |= {"up": ColwiseParallel(), "down": RowwiseParallel()}
     whole = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
     for name, model, x in [
         ("fits", Layers(), whole),
         ("hidden", Layers(hidden=5), whole),
+        ("heads", Layers(heads=3), whole),
         ("length", Layers(), whole[:, : 4 - world.rank]),
     ]:
         parallelize_module(model, world.mesh["tp"], plan)
         try:
             with EqualParts({"model": model}, world).compared():
                 model(x)
-        except RanksDifferError as error:
-            told[name] = str(error)
-        assert not model._forward_pre_hooks, name
+        except (RanksDifferError, RuntimeError) as error:
+            told[name] = (type(error), str(error), error.__notes__ if isinstance(error, RuntimeError) else [])
+        assert not any(module._forward_pre_hooks for module in (model, model.attention)), name
     world.close()
     return told
 
 
 def test_parts_that_are_not_equal_are_refused_on_all_ranks_with_what_fits() -> None:
     for told in run_world(make_mistakes, 2):
-        assert told.keys() == {"hidden", "length"}
-        assert told["hidden"].startswith(
+        assert told.keys() == {"hidden", "heads", "length"}
+        kind, message, _ = told["hidden"]
+        assert kind is RanksDifferError
+        assert message.startswith(
             "model.down is given parts of unequal sizes on the tensor_parallel=2 ranks: [[2, 6, 3]], "
         )
-        assert "[[2, 6, 2]]. A plan cuts into equal parts" in told["hidden"]
-        assert "that are multiples of 2." in told["hidden"]
-        assert told["length"].startswith(
+        assert "[[2, 6, 2]]. A plan cuts into equal parts" in message
+        assert "that are multiples of 2." in message
+        _, message, _ = told["length"]
+        assert message.startswith(
             "model is given parts of unequal sizes on the tensor_parallel=2 ranks: [[2, 4, 8]], [[2, 3"
         )
+        kind, _, (note,) = told["heads"]
+        assert kind is RuntimeError
+        assert "Under tensor_parallel=2 each rank has a part of model.attention.query, which ran last." in note
+        assert "Parts have to be whole heads, of a number that 2 divides" in note
