@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import FrozenInstanceError, dataclass, field, fields, is_dataclass
 from functools import cache, partial, wraps
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
@@ -56,7 +56,15 @@ def parameters(cls: type[T]) -> type[T]:
         initialise(self, **named)
 
     made.__init__ = __init__  # type: ignore[assignment, method-assign]
+    made.__setattr__ = _refuse_to_change  # type: ignore[method-assign]
     return made
+
+
+def _refuse_to_change(self: object, name: str, value: Any) -> None:
+    raise FrozenInstanceError(
+        f"{type(self).__name__}.{name} cannot be changed. Make a changed copy, dataclasses.replace(..., {name}=...), "
+        "and build the trainer's config with it."
+    )
 
 
 def check_fields(instance: object, cls: type) -> None:

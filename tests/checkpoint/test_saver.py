@@ -9,10 +9,11 @@ from unittest import mock
 import pytest
 
 from dream_trainer.checkpoint import saver, store
+from dream_trainer.trainer.mixins import checkpointing
 from tests.trainer import saves
 from tests.trainer.small import Batch
 from tests.trainer.test_saving import disk_is_gone
-from tests.trainer.test_when_to_save import Clock, Timed, acts, fail, mixin
+from tests.trainer.test_when_to_save import acts, fail
 
 THREE: dict[str, Any] = {"training": {"max_steps": 3}}
 
@@ -22,13 +23,18 @@ def test_a_best_metric_that_no_validation_has_is_said(caplog: pytest.LogCaptureF
     assert "best_metric='val/loss' is not among the validation's metrics: []." in caplog.text
 
 
-class Busy(Timed):
-    """The first save is written when training has come to `opens_at`."""
+class Busy(saves.Saves):
+    """Each step takes a minute; the first save is written when training has come to `opens_at`."""
 
     opens_at: int
     gate: saves.Gate
+    seconds = 0.0
+
+    def monotonic(self) -> float:
+        return self.seconds
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        self.seconds += 60.0
         if self.global_step == self.opens_at:
             self.gate.open()
         return super().training_step(batch, batch_idx)
@@ -36,10 +42,10 @@ class Busy(Timed):
 
 @pytest.mark.parametrize(("when_busy", "opens_at"), [("skip", 4), ("wait", 1)])
 def test_a_clock_that_runs_out_while_one_is_written_waits_with_it_or_skips(when_busy: str, opens_at: int) -> None:
-    clock, gate = Clock(), saves.Gate()
+    gate = saves.Gate()
     trainer = Busy(saves.make_config(save_every_n_minutes=1.0, when_busy=when_busy, **saves.NOTHING))
-    trainer.clock, trainer.opens_at, trainer.gate = clock, opens_at, gate
-    with mock.patch.object(mixin, "time", clock), saves.before_writing(lambda _: gate.wait()):
+    trainer.opens_at, trainer.gate = opens_at, gate
+    with mock.patch.object(checkpointing, "time", trainer), saves.before_writing(lambda _: gate.wait()):
         saves.fit(trainer)
     assert trainer.saved[0] == 1
     assert {2, 3} & set(trainer.saved) == ({2, 3} if when_busy == "wait" else set())
