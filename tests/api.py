@@ -28,7 +28,7 @@ _NAMES = {
         "load_model_extra_state load_rank_buffers model_extra_state model_tensors parameter_fqns rank_buffers "
         "value_digests"
     ),
-    "dream_trainer.checkpoint.optimizer_state": "optimizer_state prepare_optimizer_state",
+    "dream_trainer.checkpoint.optimizer_state": "of_all_stages optimizer_state prepare_optimizer_state",
     "dream_trainer.checkpoint.run_directory": "claim is_claimed release",
     "dream_trainer.checkpoint.safe_dcp": "parse_metadata",
     "dream_trainer.checkpoint.saver": "HostCopies",

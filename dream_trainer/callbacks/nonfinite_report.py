@@ -22,7 +22,7 @@ from dream_trainer.data.window import DataPosition
 from dream_trainer.errors import NonFiniteError
 from dream_trainer.events.callback import Callback
 from dream_trainer.loggers.buffer import is_scalar, keep
-from dream_trainer.nested import leaves
+from dream_trainer.nested import map_tensors
 from dream_trainer.screen import logger
 from dream_trainer.trainer.abstract import AbstractTrainer
 
@@ -166,10 +166,13 @@ class NonFiniteReport(Callback):
             window.end, window.samples = data.end, data.samples
         # Inputs and weights of this moment that are not finite: of the last micro-batch, and before its step.
         inputs: list[dict[str, Any]] = []
-        for part in leaves(running.batch):
-            if isinstance(part, Tensor) and part.is_floating_point():
-                nans, infs = int(part.isnan().sum()), int(part.isinf().sum())
-                inputs += [{"shape": list(part.shape), "nan": nans, "inf": infs}] if nans or infs else []
+
+        def look(tensor: Tensor) -> None:
+            if tensor.is_floating_point():
+                nans, infs = int(tensor.isnan().sum()), int(tensor.isinf().sum())
+                inputs.extend([{"shape": list(tensor.shape), "nan": nans, "inf": infs}] if nans or infs else [])
+
+        map_tensors(look, running.batch)
         weights = [name for p, name in self._names.items() if not bool(torch.isfinite(local_tensor(p)).all())]
         return self._reports(trainer, window, inputs=inputs, weights=weights)
 

@@ -45,6 +45,9 @@ class Profiler(Callback):
 
     def __post_init__(self) -> None:
         check_fields(self, Profiler)
+        ranks = () if self.ranks is None else self.ranks
+        if not isinstance(ranks, Sequence) or not all(isinstance(rank, int) and rank >= 0 for rank in ranks):
+            raise ConfigError(f"ranks={ranks!r} is not a list of ranks. Use ranks=[0], or None for all.")
         self.warm_up_steps = min(self.warm_up_steps, self.first_step - 1)
         self._profile: torch.profiler.profile | None = None
 

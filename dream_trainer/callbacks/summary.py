@@ -62,7 +62,12 @@ class ModelSummary(Callback):
     ) -> None:
         check_integer("depth", depth, minimum=0)
         self.depth = depth
-        self._inputs = dict(inputs or {})
+        given: Any = {} if inputs is None else inputs
+        are_arguments = isinstance(given, Mapping) and all(isinstance(part, tuple | list) for part in given.values())
+        refuse(
+            not are_arguments, f"inputs={inputs!r} has no tuple of arguments for each model, such as {{'model': (x,)}}."
+        )
+        self._inputs = dict(given)
         self._flops: dict[str, str] = {}
         self._file = file
 

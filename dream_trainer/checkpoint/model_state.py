@@ -158,8 +158,13 @@ def load_rank_buffers(
     saved = {name: value for name, value in buffers.items() if name.startswith("models.")}
     take_shapes(models, reshaped, {name: value.shape for name, value in saved.items()})
     for name, target in _unsharded(models).items():
-        if name in saved:
-            target.copy_(saved[name])
+        value = saved.get(name, target)
+        if value.shape != target.shape or value.dtype != target.dtype:
+            raise CheckpointError(
+                f"This rank's {name} ({tuple(value.shape)} {value.dtype}) does not fit the model's "
+                f"({tuple(target.shape)} {target.dtype}). Was the layer changed since?"
+            )
+        target.copy_(value)
 
 
 @torch.no_grad()

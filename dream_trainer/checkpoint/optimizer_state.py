@@ -221,6 +221,11 @@ def check_parameters(optimizer: Optimizer, fqns: Mapping[Tensor, str]) -> None:
 
 def of_all_stages(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Joins one optimizer's values from all stages of a model."""
+    if len({len(of_rank["groups"]) for of_rank in values}) > 1:
+        raise CheckpointError(
+            "the stages have different numbers of parameter groups in one optimizer. Make the same groups on each, an "
+            "empty one where a stage has no such parameters."
+        )
     groups = [dict(group) for group in values[0]["groups"]]
     for number, group in enumerate(groups):
         names = (name for of_rank in values for name in of_rank["groups"][number]["parameters"])

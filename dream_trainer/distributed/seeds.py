@@ -202,17 +202,22 @@ class watched_random_state(preserved_random_state):
     def __enter__(self) -> None:
         super().__enter__()
         self.is_inside = True
-        _numpy.random.set_bit_generator(self._numpy)
-        self._turn = int(self._is_outermost)  # the first bits that follow were looked at already
-        of_python = self._state[1]
-        if of_python is not self._python:
-            self._python, copied = of_python, random.Random()
-            copied.setstate(of_python)
-            self._following = [copied.getrandbits(64) for _ in range(64)]
+        try:
+            _numpy.random.set_bit_generator(self._numpy)
+            self._turn = int(self._is_outermost)  # the first bits that follow were looked at already
+            of_python = self._state[1]
+            if of_python is not self._python:
+                copied = random.Random()
+                copied.setstate(of_python)
+                self._following = [copied.getrandbits(64) for _ in range(64)]
+                self._python = of_python
+        except BaseException:  # a signal, as above
+            self.__exit__()
+            raise
 
     def __exit__(self, *raised: object) -> None:
-        super().__exit__()
         self.is_inside = False
+        super().__exit__()
 
     def begin_again(self) -> None:
         """Forgets what was drawn and seeded so far."""

@@ -233,17 +233,21 @@ def shard_experts(models: Mapping[str, nn.Module], mesh: DeviceMesh, config: dic
         return
     dims = ("dp_replicate", "dp_shard") if mesh["dp_replicate"].size() > 1 else ("dp_shard",)
     for module in modules_of_experts(models.values()):
-        fully_shard(module, mesh=mesh[dims], shard_placement_fn=partial(_placement, shards=shards), **config)
+        placement = partial(_placement, shards=shards, owner=type(module).__name__)
+        fully_shard(module, mesh=mesh[dims], shard_placement_fn=placement, **config)
 
 
-def _placement(parameter: nn.Parameter, *, shards: int) -> Any:
+def _placement(parameter: nn.Parameter, *, shards: int, owner: str) -> Any:
     """Along a dimension that can be shared evenly; the first is that of the experts."""
     from torch.distributed.tensor import Shard
 
     for dim in range(1, parameter.ndim):
         if parameter.shape[dim] % shards == 0:
             return Shard(dim)
-    return Shard(1)  # which `fully_shard` refuses
+    raise ConfigError(
+        f"a weight {list(parameter.shape)} of {owner} cannot be sharded evenly over {shards} ranks, in addition to its "
+        "experts over expert_parallel. Use a width that they divide, or another dp_shard."
+    )
 
 
 Scores = Literal["sigmoid", "softmax"]

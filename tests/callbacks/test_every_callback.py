@@ -152,6 +152,8 @@ WRONG: list[tuple[str, Callable[[], dt.Callback]]] = [
     ("decay='0.99' is not a number from 0.0 to below 1.0", lambda: shipped.EMA("0.99")),
     (r"models=3 is not a tuple of strings. Use such as models=\('model',\)", lambda: shipped.EMA(models=3)),
     (r"metric=\['val/loss'\] is not a name. Use .* metric='val/loss'", lambda: shipped.EarlyStopping(["val/loss"])),
+    (r"inputs=tensor.* such as \{'model': \(x,\)\}", lambda: shipped.ModelSummary(inputs=torch.ones(2))),
+    (r"ranks=0 .*Use ranks=\[0\], or None for all", lambda: shipped.Profiler(ranks=0)),
     (r"target=Tanh\(\) is not a name", lambda: shipped.WeightTransfer("a", torch.nn.Tanh())),
     ("flops_per_sample='6' is .* Or a function of the trainer", lambda: shipped.Throughput(flops_per_sample="6")),
     ("unit='minutes'.*'seconds'", lambda: shipped.Every(1, "minutes", nothing)),

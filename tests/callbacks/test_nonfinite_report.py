@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 from torch.nn.functional import mse_loss
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 
 import dream_trainer as dt
@@ -131,10 +132,14 @@ def test_a_step_that_raises_tells_inputs_and_weights() -> None:
     class BadData(Bad):
         def pre_train_batch(self, batch: Batch, batch_idx: int) -> None:
             if self.local_batches == 2:
-                batch[0][0, 1] = float("inf")
+                batch[0].data[0, 1] = float("inf")
                 batch[1][1, 0] = float("nan")
 
-    trainer = make((), cls=BadData, optimizer=sgd)
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            return super().training_step((batch[0].data, *batch[1:]), batch_idx)
+
+    data = [(pack_sequence([x]), y, indices) for x, y, indices in batches(8)]
+    trainer = BadData(make_config(callbacks=[NonFiniteReport()], n_epochs=1), data, make_optimizer=sgd)
     with pytest.raises(NonFiniteError):
         trainer.fit()
     assert trainer.global_step == 2

@@ -195,3 +195,9 @@ def test_state_that_cannot_be_kept_is_an_error_naming_it(state: dict[str, Any], 
     optimizer.state[model[0].weight] |= state
     with pytest.raises(api.CheckpointError, match=message):
         api.optimizer_state("main", optimizer, api.parameter_fqns({"net": model}), world=api.Ranks.alone())
+
+
+def test_stages_with_other_numbers_of_groups_are_an_error() -> None:
+    first, last = {"groups": [{"parameters": ["a"]}]}, {"groups": [{"parameters": ["b"]}, {"parameters": ["head"]}]}
+    with pytest.raises(api.CheckpointError, match="an empty one where a stage has no such parameters"):
+        api.of_all_stages([first, last])

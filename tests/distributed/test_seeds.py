@@ -58,6 +58,23 @@ def test_a_draw_of_half_a_pair_of_normal_numbers_is_seen() -> None:
         assert watched.drawn(GENERATORS) == {"python"}
 
 
+def test_an_interrupt_while_a_watch_begins_leaves_all_streams_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> Any:
+        raise KeyboardInterrupt
+
+    seed_cpu(3)
+    expected = random.random(), np.random.rand(), torch.rand(()).item()
+    seed_cpu(3)
+    watched = watched_random_state()
+    with monkeypatch.context() as patched:
+        patched.setattr(random, "Random", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            watched.__enter__()
+    assert not watched.is_inside
+    assert undisturbed_cpu_state()[1] == random.getstate()
+    assert (random.random(), np.random.rand(), torch.rand(()).item()) == expected
+
+
 def test_pythons_stream_outside_of_blocks_is_as_without_them() -> None:
     """With draws that end at each word of the generator's state, and in half a pair of normal numbers."""
     alone, kept = random.Random(5), random.Random()

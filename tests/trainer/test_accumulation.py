@@ -144,6 +144,27 @@ def test_pre_optimizer_step_sees_normalised_gradients_and_what_it_changes_counts
     assert trainer.norms == [pytest.approx(doubled.item(), rel=1e-12)]
 
 
+def test_a_listener_of_a_step_may_step_another_optimizer() -> None:
+    class Both(Alone):
+        def setup(self) -> None:
+            super().setup()
+            self.other = nn.Linear(1, 1)
+            self.other_optimizer = sgd(self.other)
+
+        def pre_optimizer_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+            if model is self.model:
+                self.step(self.other, self.other_optimizer)
+
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            self.backward(self.other(torch.ones(1, 1)).sum())
+            return super().training_step(batch, batch_idx)
+
+    data = batches(3)
+    trainer = small.fit(Both(make_config(n_epochs=1), data))
+    assert torch.is_grad_enabled()
+    assert_same_weights(weights(trainer.model), by_hand(windows_of(data, 1)))
+
+
 @pytest.mark.pitfall(3)
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
 def test_each_of_several_weighted_steps_of_a_model_in_one_window_has_its_own_total(as_tensor: bool) -> None:

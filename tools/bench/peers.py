@@ -108,7 +108,7 @@ def lightning(row: Row, turns: Turns) -> None:
         devices=RANKS,
         strategy="ddp" if RANKS > 1 else "auto",
         max_steps=row.steps,
-        gradient_clip_norm=1.0,
+        gradient_clip_val=1.0,
         accumulate_grad_batches=row.accumulation,
         logger=CSVLogger(".") if row.is_everyday else False,
         log_every_n_steps=LOG_EVERY,

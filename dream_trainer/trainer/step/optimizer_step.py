@@ -71,7 +71,6 @@ class OptimizerStep:
         self._scalar_dtype = torch.float32 if self._device.type == "mps" else torch.float64
         # Of each `step`. Not the one of `backward`: such a context cannot be entered again inside itself.
         self.context = without_autocast(devices, world.device)
-        self._no_grad = torch.no_grad()  # making one takes as long as using it
         self._clip_norm = parameters.gradient_clip_norm
         self._clip_constants: dict[torch.dtype, tuple[Tensor, ...]] = {}
         self._clip_value = parameters.gradient_clip_value
@@ -136,14 +135,14 @@ class OptimizerStep:
         self, model: nn.Module, optimizers: tuple[Optimizer, ...], plan: StepPlan, *, can_rerun: bool
     ) -> Tensor:
         self.wait_for_copies()
-        with self._no_grad:
+        with torch.no_grad():  # each a new one: a listener may call `step`
             norm, empty = self._finish_gradients(model, optimizers, plan)
         shards = values = _NOTHING
         if self._parallel.changes_in_steps:
             shards = self._parallel.shards(optimizers, others_may_change=self._others_may_change)
             values = self._parallel.as_values(optimizers, someone_listens=bool(self._after_step))
         with shards, values:
-            with self._no_grad, plain_beside_dtensors() if plan.is_mixed else _NOTHING:
+            with torch.no_grad(), plain_beside_dtensors() if plan.is_mixed else _NOTHING:
                 skipped = self.guard.try_step(optimizers, norm, empty, can_rerun=can_rerun)
             if not skipped and self._after_step:
                 for optimizer in optimizers:
