@@ -1,4 +1,4 @@
-"""Tensors inside arbitrarily nested batches: moving them, detaching them, averaging records of them.
+"""Tensors inside arbitrarily nested batches: moving them, detaching them, joining batches.
 
 A batch may be a tensor, dict, list, tuple, namedtuple, dataclass, any mapping (`defaultdict`, Hugging Face's
 `BatchEncoding`) or an object with its own `.to(device)`. Everything else (None, strings, numbers) passes through.
@@ -98,32 +98,6 @@ def concatenated(trees: Sequence[Any], say_uneven: Callable[[list[Any]], None]) 
     if isinstance(first, tuple | list) and all(isinstance(item, Tensor) for item in first):
         return tuple(concatenated(items, say_uneven) for items in zip(*trees, strict=True))
     return list(trees)
-
-
-def average(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Averages nested dicts of numbers key by key.
-
-    Args:
-        records: Dicts of numbers, 0-dim tensors or further such dicts. A key that some of them lack is averaged over
-            those that have it.
-
-    Raises:
-        TypeError: A key holds a number in one record and a dict in another.
-    """
-    columns: dict[str, list[Any]] = {}
-    for record in records:
-        for key, value in record.items():
-            columns.setdefault(key, []).append(value)
-    averaged: dict[str, Any] = {}
-    for key, values in columns.items():
-        nested = sum(isinstance(value, Mapping) for value in values)
-        if 0 < nested < len(values):
-            raise TypeError(
-                f"Key {key!r} holds a dict in {nested} of {len(values)} records, a number in others. "
-                "Give them one shape."
-            )
-        averaged[key] = average(values) if nested else sum(values) / len(values)
-    return averaged
 
 
 def map_children(visit: Callable[[Any], Any], tree: Any) -> Any:

@@ -118,7 +118,7 @@ _NAMES = {
     "dream_trainer.parallel.sharding": (
         "frozen fsdp_modules refuse_unsupported remember_cut repeated_blocks shard_by_blocks"
     ),
-    "dream_trainer.nested": "average to_device",
+    "dream_trainer.nested": "to_device",
     "dream_trainer.optim": (
         "OptimizerParameters ScheduleParameters build_optimizer build_optimizers build_schedule "
         "freeze refuse_unshardable"

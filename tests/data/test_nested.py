@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.api import average, to_device
+from tests.api import to_device
 
 META = torch.device("meta")
 CPU = torch.device("cpu")
@@ -114,14 +114,3 @@ def test_a_batch_that_is_in_place_already_comes_back_as_the_same_object() -> Non
         None,
     ):
         assert to_device(batch, CPU) is batch
-
-
-def test_records_are_averaged_key_by_key_over_those_that_have_the_key() -> None:
-    records = [{"loss": 1, "acc": {"top1": 0.5}}, {"loss": 2, "acc": {"top1": 1.0, "top5": 1.0}}, {"loss": 6}]
-    assert average(records) == {"loss": 3.0, "acc": {"top1": 0.75, "top5": 1.0}}
-    assert average([]) == {}
-
-
-def test_averaging_a_number_with_a_dict_is_an_error() -> None:
-    with pytest.raises(TypeError, match="'loss' holds a dict in 1 of 2"):
-        average([{"loss": 1.0}, {"loss": {"a": 1.0}}])
