@@ -39,6 +39,7 @@ def state() -> dict[str, Any]:
 def changes_what_can_be_put_back() -> tuple[int, dict[str, Any]]:
     before = state()
     dist.init_process_group("gloo")
+    dist.barrier()  # else one rank may leave while the other still connects
     dist.destroy_process_group()
     os.chdir("/")
     os.environ["LEFT"] = "here"

@@ -157,12 +157,13 @@ def load_rank_buffers(
     """Restores on this rank what `rank_buffers` returned, after the common values were loaded."""
     saved = {name: value for name, value in buffers.items() if name.startswith("models.")}
     take_shapes(models, reshaped, {name: value.shape for name, value in saved.items()})
-    for name, target in _unsharded(models).items():
-        value = saved.get(name, target)
-        if value.shape != target.shape or value.dtype != target.dtype:
+    targets = _unsharded(models)
+    for name, value in saved.items():
+        target = targets.get(name)
+        if target is None or value.shape != target.shape or value.dtype != target.dtype:
             raise CheckpointError(
-                f"This rank's {name} ({tuple(value.shape)} {value.dtype}) does not fit the model's "
-                f"({tuple(target.shape)} {target.dtype}). Was the layer changed since?"
+                f"This rank's {name} ({tuple(value.shape)} {value.dtype}) does not fit the model. "
+                "Was the layer removed, renamed or changed since?"
             )
         target.copy_(value)
 

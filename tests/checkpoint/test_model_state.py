@@ -59,7 +59,5 @@ def test_a_state_dict_that_makes_its_tensors_anew_is_an_error() -> None:
 def test_a_ranks_buffer_of_another_shape_or_type_is_an_error(value: torch.Tensor) -> None:
     model = nn.Module()
     model.register_buffer("queue", torch.zeros(5))
-    with pytest.raises(
-        api.CheckpointError, match=r"models\.net\.queue .* does not fit the model's \(\(5,\) torch.float32"
-    ):
+    with pytest.raises(api.CheckpointError, match=r"models\.net\.queue .* does not fit the model"):
         api.load_rank_buffers({"net": model}, {"models.net.queue": value})

@@ -28,15 +28,7 @@ QUESTIONS = [
     ("How do I train LoRA adapters?", "fine-tuning.md", ("get_peft_model", "load_base_weights")),
     ("How do I train with DPO?", "preferences.md", ("reference", "beta")),
     ("How do I use an IterableDataset on several ranks?", "data.md", ("StreamLoader", "PerRankLoader")),
-    (
-        "How do I pack sequences without attention between documents?",
-        "language-data.md",
-        ("PackedRows", "packed_attention"),
-    ),
+    ("How do I pack documents without attention between them?", "language-data.md", ("PackedRows", "packed_attention")),
     ("How do I start on two nodes?", "hosts.md", ("--nnodes=2",)),
-    (
-        "What is `dataloader_shuffle` or `save_dir` of my small trainer called here?",
-        "coming-from/small-trainers.md",
-        ("dataloader_shuffle", "save_dir", "name"),
-    ),
+    ("What is `save_dir` of my small trainer called here?", "coming-from/small-trainers.md", ("save_dir", "name")),
 ]

@@ -29,36 +29,16 @@ from tests.faults.phases import Fault
 from tests.faults.ranks import Attempt
 from tests.faults.torchrun import report, torchrun
 
-# One rank alone, or all of them, as far as there are several.
+# By ranks and whether saves are asynchronous: all ranks are killed, or one of them alone where there is a star.
 PLANS: dict[tuple[int, bool], list[Plan]] = {
-    (1, False): [
-        Plan("after staging", one_rank=False),
-        Plan("before the rename", one_rank=False),
-        Plan(RANDOM, one_rank=False),
-        Plan("after the first shard", one_rank=False),
-        Plan("after the rename", one_rank=False),
-    ],
-    (1, True): [
-        Plan("before the manifest", one_rank=False),
-        Plan("in the midst of retention", one_rank=False),
-        Plan("after staging", one_rank=False),
-        Plan("before the rename", one_rank=False),
-        Plan(RANDOM, one_rank=False),
-    ],
-    (2, False): [
-        Plan("after the first shard", one_rank=True),
-        Plan("before the manifest", one_rank=False),
-        Plan("in the midst of retention", one_rank=True),
-        Plan("after the rename", one_rank=True),
-        Plan(RANDOM, one_rank=True),
-    ],
-    (2, True): [
-        Plan("after staging", one_rank=True),
-        Plan("after the first shard", one_rank=False),
-        Plan("before the manifest", one_rank=True),
-        Plan("in the midst of retention", one_rank=False),
-        Plan(RANDOM, one_rank=True),
-    ],
+    key: [Plan(kind.rstrip("*"), one_rank=kind.endswith("*")) for kind in kinds.split(", ")]
+    for key, kinds in {
+        (1, False): f"after staging, before the rename, {RANDOM}, after the first shard, after the rename",
+        (1, True): f"before the manifest, in the midst of retention, after staging, before the rename, {RANDOM}",
+        (2, False): "after the first shard*, before the manifest, in the midst of retention*, after the rename*, "
+        f"{RANDOM}*",
+        (2, True): f"after staging*, after the first shard, before the manifest*, in the midst of retention, {RANDOM}*",
+    }.items()
 }
 
 

@@ -3,6 +3,8 @@
 import copy
 import os
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +18,6 @@ import dream_trainer as dt
 from dream_trainer.parallel import axis
 from tests.api import ConfigError, DistributedDataLoader, Recomputed, fsdp_modules, repeated_blocks
 from tests.operations import Operations
-from tests.overlap import overlap_on_the_cpu
 from tests.trainer import arithmetic, test_tensor_parallel as split
 from tests.trainer.arithmetic import full, same_bits
 from tests.trainer.small import FromSeed, Validates, fused_adamw, run_config, weights
@@ -216,13 +217,36 @@ def test_what_cannot_be_compiled_is_refused(devices: dict[str, Any], compiled: d
 CASE = arithmetic.Case(tp=2, accumulation=2, weighted=True, clip=0.05, optimizer="adamw")
 
 
+@contextmanager
+def overlap_on_the_cpu() -> Iterator[Counter[str]]:
+    """Until it ends, the compiler fuses as on GPUs that share memory, into slow forms; how often each was called."""
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    calls: Counter[str] = Counter()
+    library = torch.library.Library("symm_mem", "IMPL")
+
+    def counted(name: str, operation: Any) -> None:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return operation(*args, **kwargs)
+
+        library.impl(name, run, "CPU")
+
+    counted("fused_all_gather_matmul", symmetric_memory._fused_all_gather_matmul_fallback)
+    counted("fused_matmul_reduce_scatter", symmetric_memory._fused_matmul_reduce_scatter_fallback)
+    with pytest.MonkeyPatch.context() as patches, symmetric_memory._test_mode():
+        patches.setattr(torch.distributed, "is_nccl_available", lambda: True)
+        try:
+            yield calls
+        finally:
+            library._destroy()
+
+
 def overlapping() -> Any:
     config = arithmetic.config_of(CASE)
-    return replace(
-        config,
-        device_parameters=replace(config.device_parameters, compile=True),
-        compile_parameters=dt.CompileParameters(async_tensor_parallel=True),
-    )
+    devices = replace(config.device_parameters, compile=True)
+    compiled = dt.CompileParameters(async_tensor_parallel=True)
+    return replace(config, device_parameters=devices, compile_parameters=compiled)
 
 
 def trained() -> dict[str, Any]:
