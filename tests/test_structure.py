@@ -268,8 +268,8 @@ def test_an_event_is_the_same_for_callbacks_and_the_trainer(event: str) -> None:
 # To be lowered as release 0.4 goes on; docs/baseline.md has where they are to end.
 MOST = {
     "files of the package": 197,
-    "lines of the package": 41_775,
-    "lines of testing/ and planning/": 2_820,
+    "lines of the package": 41_774,
+    "lines of testing/ and planning/": 2_819,
     "`raise` statements": 641,
     "modules under 60 lines": 12,
     "modules with one importer, in their folder": 10,
@@ -282,7 +282,7 @@ MOST = {
     "`WeakKeyDictionary` and `WeakTensorKeyDictionary`": 1,
     "`global` statements": 1,
     "files that import ctypes": 0,
-    "lines of tests": 52_000,
+    "lines of tests": 51_998,
 }
 
 

@@ -170,7 +170,8 @@ class NonFiniteReport(Callback):
         def look(tensor: Tensor) -> None:
             if tensor.is_floating_point():
                 nans, infs = int(tensor.isnan().sum()), int(tensor.isinf().sum())
-                inputs.extend([{"shape": list(tensor.shape), "nan": nans, "inf": infs}] if nans or infs else [])
+                if nans or infs:
+                    inputs.append({"shape": list(tensor.shape), "nan": nans, "inf": infs})
 
         map_tensors(look, running.batch)
         weights = [name for p, name in self._names.items() if not bool(torch.isfinite(local_tensor(p)).all())]

@@ -64,9 +64,7 @@ class ModelSummary(Callback):
         self.depth = depth
         given: Any = {} if inputs is None else inputs
         are_arguments = isinstance(given, Mapping) and all(isinstance(part, tuple | list) for part in given.values())
-        refuse(
-            not are_arguments, f"inputs={inputs!r} has no tuple of arguments for each model, such as {{'model': (x,)}}."
-        )
+        refuse(not are_arguments, f"inputs={inputs!r} are no arguments by model, such as {{'model': (x,)}}.")
         self._inputs = dict(given)
         self._flops: dict[str, str] = {}
         self._file = file

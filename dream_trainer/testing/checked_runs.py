@@ -132,11 +132,11 @@ def _change_loaders(job: Job) -> None:
     def changed(original: Callable[..., None]) -> Callable[..., None]:
         def init(self: Any, dataset: Any, batch_size: Any = 1, *args: Any, **options: Any) -> None:
             if isinstance(batch_size, int) and job.batch is not None:
-                is_training = batch_size <= job.loader_batch
-                if is_training:
+                if is_small := batch_size <= job.loader_batch:  # as large as those of training at most
                     batch_size = gcd(batch_size, max(1, job.batch // job.parts))
-                if job.micro_batch is not None and (is_training or job.validation is not None):
-                    batch_size = gcd(batch_size, job.micro_batch) if batch_size > job.micro_batch else batch_size
+                is_cut = is_small or job.validation is not None
+                if is_cut and job.micro_batch is not None and batch_size > job.micro_batch:
+                    batch_size = gcd(batch_size, job.micro_batch)
             if "num_workers" in options or job.workers:
                 options["num_workers"] = job.workers
             for name in ("prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context"):

@@ -101,8 +101,7 @@ class TrainerChecks:
         self.stops = sorted({place for place in places if 0 < place < self.steps}) or [max(1, self.steps - 1)]
         self.cuts_validation = facts["val_batches"] > 16
         batch, micro_batch = facts["batch_size"], None
-        smallest = 2 if self._quick else 4  # a sample for each rank
-        while batch is not None and seconds > SLOW and batch % 2 == 0 and batch > smallest:
+        while batch is not None and seconds > SLOW and batch % 2 == 0 and batch > (2 if self._quick else 4):  # ranks
             batch, seconds, micro_batch = batch // 2, seconds / 2, batch // 2
         self.batch = None if batch is None else batch * facts["accumulation"]
         validation = (1 if micro_batch else 4) if self.cuts_validation else None

@@ -222,7 +222,7 @@ class BaseTrainer(AbstractTrainer):
             return None
         schedulers = () if scheduler is None else scheduler if isinstance(scheduler, list | tuple) else (scheduler,)
         optimizer_step = self._runtime.optimizer_step
-        with self._runtime.outside_forward(), optimizer_step.context:
+        with self._runtime.outside_forward(), optimizer_step.context():
             return optimizer_step.step(model, optimizers, schedulers)
 
     def reduce_gradients(self, *optimizers: Optimizer) -> None:

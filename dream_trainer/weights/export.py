@@ -212,15 +212,14 @@ def difference_of_tensors(first: StoredTensors, second: StoredTensors, *, values
     return {
         "only_in_a": [name for name in first.specs if name not in second.specs],
         "only_in_b": [name for name in second.specs if name not in first.specs],
-        "other_kind": {name: [_kind(stored.specs[name]) for stored in (first, second)] for name in other},
+        "other_kind": {
+            name: [f"{[*spec.shape]} {_name(spec.dtype)}" for spec in (first.specs[name], second.specs[name])]
+            for name in other
+        },
         "same_kind": len(alike),
         "equal": len(alike) - len(changed) if values else None,
         "max_difference": changed if values else None,
     }
-
-
-def _kind(spec: TensorSpec) -> str:
-    return f"{list(spec.shape)} {_name(spec.dtype)}"
 
 
 def max_difference(a: Tensor, b: Tensor) -> float | None:

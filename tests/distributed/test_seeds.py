@@ -4,6 +4,7 @@ import copy
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -58,18 +59,13 @@ def test_a_draw_of_half_a_pair_of_normal_numbers_is_seen() -> None:
         assert watched.drawn(GENERATORS) == {"python"}
 
 
-def test_an_interrupt_while_a_watch_begins_leaves_all_streams_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted() -> Any:
-        raise KeyboardInterrupt
-
+def test_an_interrupt_while_a_watch_begins_leaves_all_streams_where_they_were() -> None:
     seed_cpu(3)
     expected = random.random(), np.random.rand(), torch.rand(()).item()
     seed_cpu(3)
     watched = watched_random_state()
-    with monkeypatch.context() as patched:
-        patched.setattr(random, "Random", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            watched.__enter__()
+    with patch.object(random, "Random", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        watched.__enter__()
     assert not watched.is_inside
     assert undisturbed_cpu_state()[1] == random.getstate()
     assert (random.random(), np.random.rand(), torch.rand(()).item()) == expected

@@ -144,7 +144,8 @@ def test_pre_optimizer_step_sees_normalised_gradients_and_what_it_changes_counts
     assert trainer.norms == [pytest.approx(doubled.item(), rel=1e-12)]
 
 
-def test_a_listener_of_a_step_may_step_another_optimizer() -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_listener_of_a_step_may_step_another_optimizer(precision: Any) -> None:
     class Both(Alone):
         def setup(self) -> None:
             super().setup()
@@ -157,12 +158,15 @@ def test_a_listener_of_a_step_may_step_another_optimizer() -> None:
 
         def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
             self.backward(self.other(torch.ones(1, 1)).sum())
-            return super().training_step(batch, batch_idx)
+            result: dict[str, Any] = super().training_step(batch, batch_idx)
+            assert torch.is_autocast_enabled("cpu") == (precision == "bf16")
+            return result
 
-    data = batches(3)
-    trainer = small.fit(Both(make_config(n_epochs=1), data))
+    devices = dt.DeviceParameters(device="cpu", precision=precision)
+    trainer = small.fit(Both(make_config(n_epochs=1, devices=devices), data := batches(3)))
     assert torch.is_grad_enabled()
-    assert_same_weights(weights(trainer.model), by_hand(windows_of(data, 1)))
+    if precision == "fp32":
+        assert_same_weights(weights(trainer.model), by_hand(windows_of(data, 1)))
 
 
 @pytest.mark.pitfall(3)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,8 +70,8 @@ class OptimizerStep:
         self._ties = None if stages is None else TiedGradients(registry, world, stages, gradients, accumulation)
         # MPS has no float64.
         self._scalar_dtype = torch.float32 if self._device.type == "mps" else torch.float64
-        # Of each `step`. Not the one of `backward`: such a context cannot be entered again inside itself.
-        self.context = without_autocast(devices, world.device)
+        # Of each `step` a new one: a listener may call another, and such a context cannot be entered inside itself.
+        self.context = partial(without_autocast, devices, world.device)
         self._clip_norm = parameters.gradient_clip_norm
         self._clip_constants: dict[torch.dtype, tuple[Tensor, ...]] = {}
         self._clip_value = parameters.gradient_clip_value
@@ -135,7 +136,7 @@ class OptimizerStep:
         self, model: nn.Module, optimizers: tuple[Optimizer, ...], plan: StepPlan, *, can_rerun: bool
     ) -> Tensor:
         self.wait_for_copies()
-        with torch.no_grad():  # each a new one: a listener may call `step`
+        with torch.no_grad():
             norm, empty = self._finish_gradients(model, optimizers, plan)
         shards = values = _NOTHING
         if self._parallel.changes_in_steps:
