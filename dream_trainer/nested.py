@@ -45,12 +45,9 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
-    """`tree` with every tensor on `device`; the same object if nothing has to move.
-
-    The host waits for no copy to CUDA: tensors that are not in pinned memory are copied there first. An object with its
-    own `.to` is asked to move itself, except dicts and `UserDict`s: `BatchEncoding.to` changes the caller's batch in
-    place.
-    """
+    """`tree` with every tensor on `device`; the same object if nothing has to move. The host waits for no copy to CUDA:
+    tensors that are not in pinned memory are copied there first. An object with its own `.to` is asked to move itself,
+    except dicts and `UserDict`s: `BatchEncoding.to` changes the caller's batch in place."""
     kind = type(tree)
     if kind is Tensor:
         return tree if tree.device == device else _copied(tree, device)

@@ -237,10 +237,8 @@ class WeightAverage(AveragingCallback):
     # -- weights from a checkpoint
 
     def load_as_weights(self, checkpoint: Path) -> bool:
-        """Loads a checkpoint's averages, and puts them into the models, too; returns whether it has any.
-
-        Called by every rank. How often the averages have moved stays as it is.
-        """
+        """Loads a checkpoint's averages, and puts them into the models, too; returns whether it has any. A
+        collective."""
         trainer = self._set_up_trainer()
         own = next(name for name, callback in numbered(trainer.callbacks) if callback is self)
         averages = {f"{CALLBACK_PREFIX}{own}.{name}": tensor for name, tensor in self.checkpoint_tensors().items()}

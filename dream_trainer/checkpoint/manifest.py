@@ -181,7 +181,6 @@ def faults(path: Path) -> list[str]:
 
 def verify_checkpoint(path: Path, *, world: Ranks, shards: bool = True) -> Manifest:
     """Reads every file and compares its checksum, but of `shards` only on request, since `load_tensors` hashes them.
-
     The readers of a directory divide its files among them."""
     task = f"verify {path}"
     manifest = on_all_ranks(world, task, lambda: read_manifest(path))

@@ -122,9 +122,8 @@ def load_model_extra_state(models: Mapping[str, nn.Module], extra_state: Mapping
 
 
 def rank_buffers(models: Mapping[str, nn.Module], *, world: Ranks) -> dict[str, Tensor]:
-    """The unsharded tensors whose values on this rank differ from rank 0's, as BatchNorm's; one collective.
-
-    Plain parameters of sharded models are among them: nothing synchronises FSDP2's `ignored_params`."""
+    """The unsharded tensors whose values on this rank differ from rank 0's, as BatchNorm's, or as FSDP2's
+    `ignored_params`, which nothing synchronises; one collective."""
     if world.world_size == 1:
         return {}
     candidates = _unsharded(models)

@@ -296,9 +296,8 @@ def prepare_optimizer_state(
     rank: int = 0,
 ) -> tuple[dict[str, Tensor], Callable[[], None]]:
     """Restores an optimizer's groups and allocates its state, all or nothing. Returns the allocated tensors by name,
-    for `load_tensors`, and a function to call when they are filled.
-
-    State of the parameter's shape gets its layout and device; other state lies as `load_state_dict` places it."""
+    for `load_tensors`, and a function to call when they are filled. State of the parameter's shape gets its layout and
+    device; other state lies as `load_state_dict` places it."""
     check_parameters(optimizer, fqns)
     saved_class, here_class = values.get("class"), type(optimizer).__name__
     if saved_class not in (None, here_class):  # options and state mean something else to it, even under the same names

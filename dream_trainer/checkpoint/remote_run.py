@@ -31,12 +31,9 @@ _OF_A_RANK = re.compile(r"__(\d+)_\d+\.distcp|rank_(\d+)\..*")
 
 @dataclass(eq=False)
 class RemoteRun(Destination):
-    """The run's directory in a store: claimed by `begin`, and released by `end`. Uploads one checkpoint at a time.
-
-        written to the disk -> each rank sends its own files -> rank 0 writes the manifest -> removed from the disk
-
-    A thread of each rank does that. The threads only communicate through the job's note store, not by collectives, so a
-    slow line causes no time-out."""
+    """The run's directory in a store: claimed by `begin`, and released by `end`. In a thread, each rank sends its files
+    of one checkpoint, and then rank 0 the manifest. The threads communicate through the job's note store, not by
+    collectives, so a slow line causes no time-out."""
 
     directory: StorePath  # pyright: ignore[reportIncompatibleVariableOverride]  (nobody sets it)
     run_dir: Path

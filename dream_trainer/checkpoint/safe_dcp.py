@@ -91,9 +91,8 @@ class _Piece(NamedTuple):
 
 
 class DcpTensors:
-    """Tensors of a DCP directory, which is another program's if it has no manifest.
-
-    `names` maps the name to give each tensor to its name in the metadata; by default all keep theirs."""
+    """Tensors of a DCP directory, which is another program's if it has no manifest. `names` maps the name to give each
+    tensor to its name in the metadata; by default all keep theirs."""
 
     def __init__(
         self, path: Path, metadata: Metadata, manifest: Manifest | None, names: Mapping[str, str] | None = None
@@ -166,9 +165,8 @@ def _shifted(box: Box, origin: Any) -> Box:
 def read_tensors(
     manifest: Manifest, metadata: Metadata, tensors: Mapping[str, Tensor], shards: Collection[str]
 ) -> None:
-    """Fills `tensors` in place; no communication. Each file is read from its beginning to its end, and hashed after.
-
-    Compares the checksums of `shards`, which takes precedence over PyTorch's errors about damaged bytes."""
+    """Fills `tensors` in place; no communication. Each file is read from its beginning to its end, and hashed after:
+    other checksums than those of `shards` take precedence over PyTorch's errors about damaged bytes."""
     stored = DcpTensors(manifest.path, metadata, manifest)
     unread = set(shards)
     try:

@@ -90,9 +90,8 @@ def write_checkpoint(
     known: KnownPlan | None = None,
     job: Ranks | None = None,
 ) -> Path:
-    """Writes a checkpoint and publishes it; every rank calls this, and `world` may be a host's of `job`.
-
-    A whole checkpoint of the step is left as it is. An error removes the temporary directory and nothing else."""
+    """Writes a checkpoint and publishes it; every rank calls this, and `world` may be a host's of `job`. A whole one of
+    the step is left as it is. An error removes the temporary directory and nothing else."""
     from safetensors.torch import save
 
     # Imported where used: DCP loads a good part of torch.distributed.
@@ -193,9 +192,8 @@ def tensor_metadata(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 def load_tensors(
     path: Path, tensors: Mapping[str, Tensor], *, world: Ranks, optional_prefix: str | tuple[str, ...] = ()
 ) -> None:
-    """Fills tensors in place, by each rank, from shards of any mesh; names, shapes and dtypes are compared before.
-
-    One of the ranks hashes each complete shard file. Damage leaves the tensors' values undefined."""
+    """Fills tensors in place, by each rank, from shards of any mesh; names, shapes and dtypes are compared before. One
+    of the ranks hashes each complete shard file. Damage leaves the tensors' values undefined."""
     from dream_trainer.checkpoint.safe_dcp import read_metadata, read_tensors
 
     task = f"load {path}"

@@ -495,9 +495,8 @@ def _end_backward(root: Any) -> None:
 
 
 class SavedWeights(torch.autograd.graph.saved_tensors_hooks):
-    """Around forwards of sharded blocks: a weight that a graph has saved is gathered again when a backward asks for it.
-
-    `fully_shard` gathers a block when the gradient of its output comes, which a loss of what it kept lacks."""
+    """A weight that the graph of a sharded block has saved is gathered again when a backward asks for it: `fully_shard`
+    only gathers a block when the gradient of its output comes, which a loss of what it kept lacks."""
 
     def __init__(self, owners: dict[int, DifferentiableGroup]) -> None:
         self._entered = 0

@@ -113,9 +113,8 @@ def function_modes() -> list[TorchFunctionMode]:
 
 
 def gathered_twins(module: FSDPModule) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-    """(sharded, gathered) pairs of the parameters that `fully_shard(module)` manages, as far as a forward made them.
-
-    The gathered one's `requires_grad` is copied from the sharded one at the first gather, and never again."""
+    """(sharded, gathered) pairs of the parameters that `fully_shard(module)` manages, as far as a forward made them;
+    only the first gather copies `requires_grad`."""
     group = module._get_fsdp_state()._fsdp_param_group
     if group is None:
         return []
@@ -125,8 +124,7 @@ def gathered_twins(module: FSDPModule) -> list[tuple[torch.nn.Parameter, torch.n
 @contextmanager
 def whole_parameters(module: FSDPModule) -> Iterator[None]:
     """Replaces the parameters of `fully_shard(module)` by plain, unsharded copies in full precision; a collective.
-
-    Forwards gather and cast nothing inside. Over a tensor-parallel dimension the parameters stay split."""
+    Inside, forwards gather and cast nothing. Over a tensor-parallel dimension the parameters stay split."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
@@ -321,9 +319,8 @@ def set_group_timeout(group: ProcessGroup | None, timeout: timedelta) -> None:
 
 
 def enable_flight_recorder(directory: Path) -> None:
-    """Makes NCCL's groups write their last collectives into `directory` on a time-out or error.
-
-    Call it before the first group is made; torch reads these once in a process, the newer names first."""
+    """Makes NCCL's groups write their last collectives into `directory` on a time-out or error; before the first group
+    is made, since torch reads these once in a process, the newer names first."""
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     if os.environ.keys().isdisjoint(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")):
         os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{directory.absolute()}/rank_"
@@ -368,10 +365,8 @@ def with_local(tensor: Tensor, local: Tensor) -> Tensor:
 
 
 def forget_meshes() -> None:
-    """Makes DTensors forget the meshes of a process group that is destroyed.
-
-    They take a mesh over the same ranks for the same, although a new process group has other groups behind it. And what
-    remembers a mesh keeps its groups' connections and threads, some 20 of each a trainer."""
+    """Makes DTensors forget the meshes of a process group that is destroyed. They take one over the same ranks for the
+    same, although its groups are new; and what remembers a mesh keeps some 20 connections and threads of its groups."""
     if "torch.distributed.tensor" not in sys.modules:
         return
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -434,11 +429,9 @@ NormWithStatistics = nn.modules.batchnorm._NormBase
 
 
 def keep_own_generators(mesh: DeviceMesh) -> None:
-    """Makes DTensors draw from each rank's own generator; call it before any of them draws.
-
-    On a GPU they draw from a tracker. PyTorch makes it at the first random operation of a process, by a collective that
-    copies rank 0's generator to the whole world: data-parallel ranks would draw equal numbers in dropout from then on,
-    and wait for stages that run no such operation."""
+    """Makes DTensors draw from each rank's own generator; call it before any of them draws. On a GPU PyTorch would make
+    a tracker then, by a collective that copies rank 0's generator to the whole world: data-parallel ranks would draw
+    equal numbers in dropout, and wait for stages that draw none."""
     if mesh.device_type == "cpu":
         return
     from torch.distributed.tensor._random import manual_seed

@@ -132,11 +132,9 @@ def scrambled(words: _Words) -> _Words:
 
 
 class IndexPermutation:
-    """Permutations of `range(length)`, one for each epoch, by arithmetic: no memory, and the same time for any index.
-
-    A Feistel network permutes the fields of a slightly larger rectangle. Results outside `length` pass the network
-    again until they fall inside. Lengths go up to 2**62.
-    """
+    """Permutations of `range(length)`, one for each epoch, by arithmetic: no memory, and the same time for any index. A
+    Feistel network permutes the fields of a slightly larger rectangle. Results outside `length` pass the network again
+    until they fall inside. Lengths go up to 2**62."""
 
     def __init__(self, length: int, seed: int) -> None:
         self.length = length

@@ -208,10 +208,8 @@ def loads_batches(dataset: object) -> bool:
 
 
 class KeyedDataset(Dataset[Any]):
-    """Loads and collates one batch, given as (epoch, indices), from the user's map-style dataset.
-
-    Inside `apart`, since it draws from the global generators; a worker's batches each enter it themselves.
-    """
+    """Loads and collates one batch, given as (epoch, indices), from the user's map-style dataset. Inside `apart`, since
+    it draws from the global generators; a worker's batches each enter it themselves."""
 
     def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], seed: int) -> None:
         self.dataset = dataset

@@ -437,11 +437,9 @@ class ShardStream(TrainStream):
 
 
 def validation_batches(loader: object, *, dp_rank: int, dp_size: int, seed: int) -> ValidationBatches:
-    """The validation batches of one rank from any loader that a user may return from `configure_dataloaders`.
-
-    Our and plain loaders are read whole and in the dataset's order, regardless of their `shuffle` and `drop_last`.
-    Ranks may differ by a sample in their last batch, and some have one batch less, or none.
-    """
+    """The validation batches of one rank from any loader that a user may return from `configure_dataloaders`. Our and
+    plain ones are read whole and in the dataset's order, regardless of their `shuffle` and `drop_last`. Ranks may
+    differ by a sample in their last batch, and some have one batch less, or none."""
     distributed_loader = loader if isinstance(loader, DistributedDataLoader) else rebuild(loader)
     if distributed_loader is not None:
         return ShardValidation(distributed_loader, Sharding(distributed_loader.batch_size, dp_rank, dp_size), seed)

@@ -62,9 +62,7 @@ class TrainStream(ABC):
     @abstractmethod
     def seek(self, position: DataPosition, rank_state: SavedState, *, is_pass_over: bool, state: SavedState) -> None:
         """Goes on after `position`, the end of a window of any world size and accumulation; or with the next pass.
-
-        `rank_state` is that window's on this rank, None in another world size; `state` what `state_at` gave on any.
-        """
+        `rank_state` is that window's on this rank, None in another world size; `state` what `state_at` gave on any."""
 
     def state_at(self, position: DataPosition) -> dict[str, Any] | None:
         """State that `seek` needs on every rank besides the position, for a dataset that decides its own order."""

@@ -127,11 +127,8 @@ def _facts(place: HostPlace) -> dict[str, str]:
 
 
 def take_reachable_interface(master_address: str, master_port: int) -> None:
-    """Sets `GLOO_SOCKET_IFNAME` to an interface that other hosts reach, if gloo would take the loopback.
-
-    Without it, gloo takes the address that this host's name resolves to, which is the loopback on many systems. Between
-    hosts that ends in time-outs, minutes later on some ranks than on others.
-    """
+    """Sets `GLOO_SOCKET_IFNAME` to an interface that other hosts reach, if gloo would take the loopback, to which many
+    systems resolve a host's own name. Between hosts that ends in time-outs, at different times on the ranks."""
     if not sys.platform.startswith("linux"):
         return
     addresses = interface_addresses()

@@ -21,10 +21,8 @@ T = TypeVar("T")
 
 @dataclass(eq=False, repr=False)
 class Ranks:
-    """This process's place among the ranks, and collectives over all of them; every rank calls each.
-
-    At world size 1 nothing is sent: every collective returns this rank's value.
-    """
+    """This process's place among the ranks, and collectives over all of them; every rank calls each. At world size 1
+    nothing is sent: every collective returns this rank's value."""
 
     rank: int  # 0-based
     world_size: int

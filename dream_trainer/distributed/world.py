@@ -352,10 +352,8 @@ class World(Ranks):
             raise StepError(said)
 
     def close(self, timeout_seconds: float | None = None) -> None:
-        """Leaves the process group; the last world of the process destroys it. Safe to call twice.
-
-        The barrier and the short sleep keep gloo's threads from dropping work at exit: a third of the runs were aborted
-        where the group was destroyed bare (docs/measurements/ranks.md#leaving-a-process-group)."""
+        """Leaves the process group; the last world of the process destroys it. Safe to call twice. Without the barrier
+        and the short sleep a third of runs were aborted (docs/measurements/ranks.md#leaving-a-process-group)."""
         if not self._open:
             return
         self._open = False

@@ -54,10 +54,8 @@ class MetricBuffer:
     - "mean" is `sum(weight * value) / sum(weight)` over everything added on all ranks.
     - "sum", "min" and "max" are over every value whose weight is not zero; the weight does not scale them.
     - "last" is the value added last on the highest rank that added one.
-
     Only the first of several ranks with the same data (tp, cp) counts, except for "min" and "max", which take all. Any
-    value of weight zero counts for nothing. A key without any weight is left out. NaN stays NaN.
-    """
+    value of weight zero counts for nothing. A key without any weight is left out. NaN stays NaN."""
 
     def __init__(self) -> None:
         self._values: list[tuple[str, Scalar, Scalar]] = []  # with their weights, since the last `begin`

@@ -237,9 +237,8 @@ def remember(models: Mapping[str, nn.Module], tape: Tape) -> Plan:
 
 @torch.no_grad()
 def materialize(models: Mapping[str, nn.Module], plan: Plan, device: torch.device | str) -> None:
-    """Makes every tensor of the models real, on `device`; sharded parameters get this rank's part.
-
-    Parameters keep their identity, save where a weak reference to them exists; shared memory stays shared."""
+    """Makes every tensor of the models real, on `device`; sharded parameters get this rank's part. Parameters keep
+    their identity, save where a weak reference to them exists; shared memory stays shared."""
     device = torch.device(device)
     _refuse_left_behind(models, plan)
     places = _places(models, plan)

@@ -151,9 +151,8 @@ class _Storage:
 
 
 class Tape:
-    """Records how tensors are made, and makes them later, one at a time, the same bits on every rank.
-
-    Of its list of calls those that one tensor depends on run again: each draws by (seed, its number)."""
+    """Records how tensors are made, and makes them later, one at a time, the same bits on every rank: the calls that
+    one depends on run again, each with the draws of (seed, its number)."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

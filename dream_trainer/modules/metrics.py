@@ -129,10 +129,8 @@ def _described(state: list[Any]) -> tuple[int, Tensor | None]:
 
 @dataclass(eq=False)
 class ValidationMetrics:
-    """The trainer's metrics in its validations; those of training are left as they are.
-
-    A metric that some rank has updated between two validations is training's: neither reset nor computed here.
-    """
+    """The trainer's metrics in its validations. One that some rank has updated between two of them is training's:
+    neither reset nor computed here."""
 
     metrics: Callable[[], dict[str, Any]]
     world: Ranks

@@ -15,7 +15,6 @@ from typing import Any
 from weakref import ref
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
@@ -36,14 +35,13 @@ from dream_trainer.compat.compiler import (
     change_calls,
     changing_backend,
     errors_of_compiler,
-    exchanged_in_graph,
-    gathered_in_graph,
+    exchanged,
+    gathered,
     is_opaque,
-    is_traced,
-    summed_in_graph,
+    summed,
 )
 from dream_trainer.compat.pytorch import function_modes, in_backward, is_dtensor
-from dream_trainer.distributed.world import gathered_rows, linear, summed_rows
+from dream_trainer.distributed.world import linear
 from dream_trainer.errors import ConfigError, DreamTrainerError, StepError
 from dream_trainer.modules.class_change import Changed, change_class
 
@@ -195,10 +193,7 @@ _BY_OPERATION = torch.ops.aten.scaled_dot_product_attention
 
 class AttentionTakeover(TorchFunctionMode):
     """Inside, as in a context-parallel step, some functions of PyTorch and this package are replaced by their handlers.
-
-    A model needs no change if only `scaled_dot_product_attention` looks at other positions. Any other such code would
-    only see this rank's positions: the first step's verification finds it (`parallel/verify.py`).
-    """
+    Other code that looks at other positions only sees this rank's: the first step's verification finds it."""
 
     def __init__(self, attention: ContextAttention, further: Mapping[Any, Callable[..., Any]]) -> None:
         super().__init__()
@@ -239,10 +234,8 @@ class AttentionTakeover(TorchFunctionMode):
 
 
 class SequenceParts:
-    """The positions of a sequence that each rank has, and the collectives that join or exchange its parts.
-
-    For causal work each rank has two chunks: one from the front (its queries see few keys) and one from the end.
-    """
+    """The positions of a sequence that each rank has, and the collectives that join or exchange its parts. For causal
+    work each rank has two chunks: one from the front (its queries see few keys) and one from the end."""
 
     def __init__(self, rank: int, size: int, group: ProcessGroup, *, is_balanced: bool) -> None:
         self.size = size
@@ -273,11 +266,7 @@ class SequenceParts:
         return linear(by_rank, self.exchange, self.exchange)
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
-        part = part.contiguous()
-        if is_traced(part):
-            parts = gathered_in_graph(part.flatten(), self.size, self._group).view(self.size, *part.shape)
-        else:
-            parts = gathered_rows(part[None], self._group)
+        parts = gathered(part.contiguous().flatten(), self.size, self._group).view(self.size, *part.shape)
         length = part.shape[dim] * self.size // self.n_chunks
         owners = {chunk: (rank, place) for rank, own in enumerate(self._chunks_of) for place, chunk in enumerate(own)}
         places = [owners[chunk] for chunk in range(self.n_chunks)]
@@ -286,17 +275,10 @@ class SequenceParts:
     def sum_of_own(self, whole: Tensor, dim: int) -> Tensor:
         """The sum over ranks of this one's positions of `whole`, without gradients."""
         every = torch.stack([self._part(whole, dim, chunks) for chunks in self._chunks_of])
-        if is_traced(every):
-            return summed_in_graph(every.flatten(), self.size, self._group).view(every.shape[1:])
-        return summed_rows(every, self._group)[0]
+        return summed(every.flatten(), self.size, self._group).view(every.shape[1:])
 
     def exchange(self, by_rank: Tensor) -> Tensor:
-        by_rank = by_rank.contiguous()
-        if is_traced(by_rank):
-            return exchanged_in_graph(by_rank.flatten(), self.size, self._group).view(by_rank.shape)
-        out = torch.empty_like(by_rank)
-        dist.all_to_all_single(out, by_rank, group=self._group)
-        return out
+        return exchanged(by_rank.contiguous().flatten(), self.size, self._group).view(by_rank.shape)
 
     def _part(self, whole: Tensor, dim: int, chunks: tuple[int, ...]) -> Tensor:
         length = whole.shape[dim] // self.n_chunks

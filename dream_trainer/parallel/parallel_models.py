@@ -303,12 +303,9 @@ class MadeOfWhole(TorchFunctionMode):
 
 
 class WholeOptimizers:
-    """Optimizers of parameters that are shards between steps: their contents are swapped with the parameters.
-
-    `configure_optimizers` runs with whole parameters, and `Optimizer.step` with shards. So parameters are swapped in
-    groups, in the keys of `state`, and in an optimizer's own attributes (lists, dicts, tuples, other optimizers).
-    Tensors that a constructor made from whole parameters (copies of weights, or state) are cut.
-    """
+    """Optimizers of parameters that are shards between steps. `configure_optimizers` runs with whole parameters, and
+    `Optimizer.step` with shards: they are swapped in groups, in the keys of `state`, and in an optimizer's attributes.
+    Tensors that a constructor made from whole parameters (copies of weights, or state) are cut."""
 
     def __init__(self, optimizers: Callable[[], Iterable[Optimizer]]) -> None:
         self._optimizers = optimizers

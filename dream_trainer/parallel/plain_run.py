@@ -78,11 +78,9 @@ def removed_after(handles: Iterable[RemovableHandle]) -> Iterator[None]:
 
 
 class Gradients:
-    """Gradients of a model's parameters, this rank's and the expected ones, as sketches: no gradient is kept.
-
-    A sketch is `N_SKETCHES` sums of a gradient with random signs, over the root of its number of elements. It is
-    linear in the gradient: parts of a parameter add up. Its mean square is about the gradient's.
-    """
+    """Gradients of a model's parameters, this rank's and the expected ones, as sketches: no gradient is kept. A sketch
+    is `N_SKETCHES` sums of a gradient with random signs, over the root of its number of elements. It is linear in the
+    gradient: parts of a parameter add up. Its mean square is about the gradient's."""
 
     def __init__(self, model: nn.Module, whole: nn.Module, tensors: WholeTensors, device: torch.device) -> None:
         self._device = device
@@ -172,10 +170,8 @@ class Gradients:
 
 
 class PlainRun:
-    """A copy of a model that runs with whole parameters; each block gathers its own, and again in backward.
-
-    All gathered parameters depend on the leaf `anchor`, so that backward reaches them.
-    """
+    """A copy of a model that runs with whole parameters; each block gathers its own, and again in backward, which
+    reaches them by the leaf `anchor`."""
 
     def __init__(
         self, whole: nn.Module, blocks: Sequence[str], tensors: WholeTensors, gradients: Gradients, device: torch.device

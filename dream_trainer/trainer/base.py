@@ -611,9 +611,7 @@ def watched(runtime: Runtime) -> Iterator[None]:
 @contextmanager
 def keeping_state(runtime: Runtime) -> Iterator[None]:
     """For a `pre_epoch` called again when a run resumes within an epoch, to set up state that no checkpoint has.
-
-    Afterwards checkpointed state, buffers and random generators are as before.
-    """
+    Afterwards checkpointed state, buffers and random generators are as before."""
     if not anyone_listens(runtime, "pre_epoch"):
         yield
         return

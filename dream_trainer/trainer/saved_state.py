@@ -201,9 +201,8 @@ def check(runtime: Runtime, *, saves: bool) -> None:
 
 
 def restore(runtime: Runtime, manifest: Manifest, form: ModelForm, begins: BranchParameters | None = None) -> None:
-    """Restores a checkpoint's state on any mesh and world size; a collective.
-
-    `begins` says what is taken over from another run's checkpoint. At another layout ranks are seeded again."""
+    """Restores a checkpoint's state on any mesh and world size; a collective. `begins` says what is taken over from
+    another run's checkpoint. At another layout ranks are seeded again."""
     path, world, branch = manifest.path, runtime.world, begins or ALL_KEPT
     load = partial(on_all_ranks, world, f"load {path}")
     shared: dict[str, Any] = load(lambda: read_shared(path))

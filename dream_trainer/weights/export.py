@@ -67,10 +67,9 @@ def export_checkpoint(
     base: Path | None = None,
     **options: Unpack[Options],
 ) -> list[Path]:
-    """Exports a model's weights from a checkpoint, in one process, as `export_model` does a live model's.
-
-    All is as for `dream-trainer checkpoints export` (docs/cli-checkpoints.md). Where ranks had different values of an
-    unsharded buffer (BatchNorm statistics), rank 0's are exported."""
+    """Exports a model's weights from a checkpoint, in one process, as `export_model` does a live model's. All is as for
+    `dream-trainer checkpoints export` (docs/cli-checkpoints.md). Where ranks had different values of an unsharded
+    buffer (BatchNorm statistics), rank 0's are exported."""
     stored, shared = StoredTensors(as_path(checkpoint)), read_shared(as_path(checkpoint))
     chosen = choose_model(model_names(stored.specs, shared), model, of=stored.manifest.path)
     sources, records = _sources(stored, chosen, weights), shared.get("left_out", {})
@@ -97,9 +96,8 @@ def _content(
     adapters: Adapters | None,
     options: Options,
 ) -> tuple[FilePlan, Callable[[str], Tensor], Mapping[str, Any] | None]:
-    """An export's files with their tensors, a reader of these by their new names, and its config.
-
-    They are the model's own tensors; of a model with adapters either these, or the base with them added."""
+    """An export's files with their tensors, a reader of these by their new names, and its config. They are the model's
+    own tensors; of a model with adapters either these, or the base with them added."""
     dtype, merge_adapters = options.get("dtype"), options.get("merge_adapters", False)
     if config is not None and dtype is not None:
         config = {**config, **{key: _name(dtype) for key in ("dtype", "torch_dtype") if key in config}}

@@ -228,11 +228,9 @@ _REMEDY = "Or set device_parameters.overlap_reduce=False, which averages in step
 
 
 class OverlappedAveraging(Averaging):
-    """Sends buckets while the backward which fills them still runs; every rank builds it at the same place.
-
-    A bucket leaves in the window's last micro-batch, in the parameters' order turned round; the rest leaves in `step`.
-    It is final: a later change of it cannot be seen by other ranks and is an error.
-    """
+    """Sends buckets while the backward which fills them still runs; every rank builds it at the same place. A bucket
+    leaves in the window's last micro-batch, in the parameters' order turned round; the rest leaves in `step`. It is
+    final: a later change of it cannot be seen by other ranks and is an error."""
 
     def __init__(self, buckets: Sequence[Bucket], world: World) -> None:
         group, meet_others = world.further_group(), (None, world.step_group, world.data_group)

@@ -42,10 +42,8 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class OptimizerStep:
-    """Steps optimizers, once per call of `BaseTrainer.step`.
-
-    `before` and `after` are this rank's listeners; `is_heard` tells for each whether some rank has one.
-    """
+    """Steps optimizers, once per call of `BaseTrainer.step`. `before` and `after` are this rank's listeners; `is_heard`
+    tells for each whether some rank has one."""
 
     def __init__(
         self,
