@@ -88,8 +88,7 @@ def add_sums(row: Tensor, tensor: Tensor, copies: int = 1) -> None:
 
 
 def log_sums(trainer: AbstractTrainer, name: str, parts: Collection[str], sums: Tensor, root: str) -> None:
-    """Logs the root ("norm", or "rms" of the mean square), "max" and "zeros" of parts over all ranks: a collective.
-    What is equal on several ranks counts several times on both sides of a mean."""
+    """Logs the root ("norm", or "rms" of the mean square), "max" and "zeros" of parts over all ranks: a collective."""
     own, everyone = sums.to(trainer.world.device)[None], dist.group.WORLD
     stacked = own if trainer.world.world_size == 1 or everyone is None else gathered_rows(own, everyone)
     squares, _, zeros, elements = stacked.sum(0).unbind(1)

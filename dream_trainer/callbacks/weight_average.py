@@ -237,8 +237,7 @@ class WeightAverage(AveragingCallback):
     # -- weights from a checkpoint
 
     def load_as_weights(self, checkpoint: Path) -> bool:
-        """Loads a checkpoint's averages, and puts them into the models, too; returns whether it has any. A
-        collective."""
+        """Loads a checkpoint's averages, also into the models; returns whether it has any. A collective."""
         trainer = self._set_up_trainer()
         own = next(name for name, callback in numbered(trainer.callbacks) if callback is self)
         averages = {f"{CALLBACK_PREFIX}{own}.{name}": tensor for name, tensor in self.checkpoint_tensors().items()}

@@ -91,8 +91,7 @@ class _Piece(NamedTuple):
 
 
 class DcpTensors:
-    """Tensors of a DCP directory, which is another program's if it has no manifest. `names` maps the name to give each
-    tensor to its name in the metadata; by default all keep theirs."""
+    """Tensors of a DCP directory, of any program; `names` maps their new names to those in the metadata."""
 
     def __init__(
         self, path: Path, metadata: Metadata, manifest: Manifest | None, names: Mapping[str, str] | None = None

@@ -112,18 +112,24 @@ def waited(value: Any) -> Any:
     return _Waited.apply(value) if isinstance(value, AsyncCollectiveTensor) else value  # type: ignore[no-untyped-call]
 
 
-def gathered(flat: Tensor, size: int, group: ProcessGroup) -> Tensor:
+def is_traced(tensor: Tensor) -> bool:
+    """Whether the compiler makes a graph of what is computed with a tensor."""
+    module = sys.modules.get("torch._subclasses.functional_tensor")
+    return module is not None and isinstance(tensor, module.FunctionalTensor)
+
+
+def gathered_in_graph(flat: Tensor, size: int, group: ProcessGroup) -> Tensor:
     """All-gathers from `size` ranks of a group, one after the other, by a collective that compiled graphs can have."""
     return cast(Tensor, _OPS.wait_tensor(_OPS.all_gather_into_tensor(flat, size, group.group_name)))
 
 
-def summed(flat: Tensor, size: int, group: ProcessGroup) -> Tensor:
-    """This rank's part of the sum over `size` ranks, whose parts lie one after the other; like `gathered`."""
+def summed_in_graph(flat: Tensor, size: int, group: ProcessGroup) -> Tensor:
+    """This rank's part of the sum over `size` ranks, whose parts lie one after the other; like `gathered_in_graph`."""
     return cast(Tensor, _OPS.wait_tensor(_OPS.reduce_scatter_tensor(flat, "sum", size, group.group_name)))
 
 
-def exchanged(flat: Tensor, size: int, group: ProcessGroup) -> Tensor:
-    """Exchanges equal parts among `size` ranks, returning those for this rank; like `gathered`."""
+def exchanged_in_graph(flat: Tensor, size: int, group: ProcessGroup) -> Tensor:
+    """Exchanges equal parts among `size` ranks, returning those for this rank; like `gathered_in_graph`."""
     parts = [flat.numel() // size] * size
     return cast(Tensor, _OPS.wait_tensor(_OPS.all_to_all_single(flat, parts, parts, group.group_name)))
 

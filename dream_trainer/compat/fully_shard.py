@@ -398,8 +398,7 @@ def _refuse_hooks(parameter: Any) -> None:
 
 
 def watch_gradients(module: FSDPModule, local_gradients: GradientState, touchable: TouchableShards) -> bool:
-    """Makes the group of `fully_shard(module)` end its backwards as above, and registers it in `local_gradients`.
-    Returns whether its parameters are sharded over ranks."""
+    """Makes the group of `fully_shard(module)` end its backwards as above; returns whether they are shards."""
     state = module._get_fsdp_state()
     state.__class__ = UnseenState
     group = state._fsdp_param_group

@@ -113,8 +113,7 @@ def function_modes() -> list[TorchFunctionMode]:
 
 
 def gathered_twins(module: FSDPModule) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-    """(sharded, gathered) pairs of the parameters that `fully_shard(module)` manages, as far as a forward made them;
-    only the first gather copies `requires_grad`."""
+    """(sharded, gathered) parameters of `fully_shard(module)`; only the first gather copies `requires_grad`."""
     group = module._get_fsdp_state()._fsdp_param_group
     if group is None:
         return []

@@ -131,8 +131,7 @@ class MeshShape(NamedTuple):
 def resolve_mesh(
     parameters: DeviceParameters, world_size: int, shard_by_default: bool, ranks_per_host: int | None = None
 ) -> MeshShape:
-    """Divides `world_size` ranks as `parameters` says; `shard_by_default` if "auto" means sharding (FSDPMixin), with
-    `ranks_per_host` within hosts."""
+    """Divides ranks as `parameters` says; with `shard_by_default` (FSDPMixin) "auto" means shards within a host."""
     data_ranks = world_size
     taken: list[str] = []
     for name, short in (("pipeline_parallel", "pp"), ("tensor_parallel", "tp"), ("context_parallel", "cp")):

@@ -55,8 +55,7 @@ class LanePlan:
         return max(0, -(-(steps - turn) // self.turns)) * self.per_lane
 
     def chains(self, batch_size: int, dp_rank: int, dp_size: int) -> list[range]:
-        """One rank's lanes, turn by turn, cut into the smallest chains that fill whole micro-batches of `batch_size`
-        among themselves, so that a single worker can load each."""
+        """One rank's lanes, turn by turn, in the smallest chains that fill whole micro-batches: a worker loads each."""
         share = self.lanes // dp_size
         length = batch_size // math.gcd(batch_size, self.per_lane)
         return [

@@ -45,8 +45,7 @@ def started(loader: DataLoader[Any]) -> Iterator[Any]:
 
 @contextmanager
 def workers_start(loader: object, seed: int | None = None) -> Iterator[None]:
-    """Worker processes that a torch `DataLoader` starts inside do start, outlive a signal to the whole job from their
-    fork on, and are seeded by `seed`."""
+    """Workers that a torch `DataLoader` starts inside do start, outlive signals to the whole job, and have the seed."""
     if not isinstance(loader, DataLoader):
         yield
         return
@@ -78,8 +77,7 @@ def begin_worker(worker_init_fn: Callable[[int], None] | None, worker_id: int) -
 
 
 def _end_with_parent() -> None:
-    """Ends this process as soon as its parent ends. PyTorch's workers check every 5 s, and not while in a sample: until
-    then they keep a dead rank's connections open, and the other ranks wait."""
+    """PyTorch's workers look every 5 s, and not in a sample: a dead rank's connections stay open, and others wait."""
     parent = parent_process()
     if parent is not None and wait([parent.sentinel]):
         os._exit(1)

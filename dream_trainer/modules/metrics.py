@@ -129,8 +129,7 @@ def _described(state: list[Any]) -> tuple[int, Tensor | None]:
 
 @dataclass(eq=False)
 class ValidationMetrics:
-    """The trainer's metrics in its validations. One that some rank has updated between two of them is training's:
-    neither reset nor computed here."""
+    """The trainer's metrics in validations, but those that some rank has updated between two: they are training's."""
 
     metrics: Callable[[], dict[str, Any]]
     world: Ranks

@@ -15,6 +15,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,13 +36,14 @@ from dream_trainer.compat.compiler import (
     change_calls,
     changing_backend,
     errors_of_compiler,
-    exchanged,
-    gathered,
+    exchanged_in_graph,
+    gathered_in_graph,
     is_opaque,
-    summed,
+    is_traced,
+    summed_in_graph,
 )
 from dream_trainer.compat.pytorch import function_modes, in_backward, is_dtensor
-from dream_trainer.distributed.world import linear
+from dream_trainer.distributed.world import gathered_rows, linear, summed_rows
 from dream_trainer.errors import ConfigError, DreamTrainerError, StepError
 from dream_trainer.modules.class_change import Changed, change_class
 
@@ -266,7 +268,11 @@ class SequenceParts:
         return linear(by_rank, self.exchange, self.exchange)
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
-        parts = gathered(part.contiguous().flatten(), self.size, self._group).view(self.size, *part.shape)
+        part = part.contiguous()
+        if is_traced(part):
+            parts = gathered_in_graph(part.flatten(), self.size, self._group).view(self.size, *part.shape)
+        else:
+            parts = gathered_rows(part[None], self._group)
         length = part.shape[dim] * self.size // self.n_chunks
         owners = {chunk: (rank, place) for rank, own in enumerate(self._chunks_of) for place, chunk in enumerate(own)}
         places = [owners[chunk] for chunk in range(self.n_chunks)]
@@ -275,10 +281,17 @@ class SequenceParts:
     def sum_of_own(self, whole: Tensor, dim: int) -> Tensor:
         """The sum over ranks of this one's positions of `whole`, without gradients."""
         every = torch.stack([self._part(whole, dim, chunks) for chunks in self._chunks_of])
-        return summed(every.flatten(), self.size, self._group).view(every.shape[1:])
+        if is_traced(every):
+            return summed_in_graph(every.flatten(), self.size, self._group).view(every.shape[1:])
+        return summed_rows(every, self._group)[0]
 
     def exchange(self, by_rank: Tensor) -> Tensor:
-        return exchanged(by_rank.contiguous().flatten(), self.size, self._group).view(by_rank.shape)
+        by_rank = by_rank.contiguous()
+        if is_traced(by_rank):
+            return exchanged_in_graph(by_rank.flatten(), self.size, self._group).view(by_rank.shape)
+        out = torch.empty_like(by_rank)
+        dist.all_to_all_single(out, by_rank, group=self._group)
+        return out
 
     def _part(self, whole: Tensor, dim: int, chunks: tuple[int, ...]) -> Tensor:
         length = whole.shape[dim] // self.n_chunks

@@ -170,8 +170,7 @@ class Gradients:
 
 
 class PlainRun:
-    """A copy of a model that runs with whole parameters; each block gathers its own, and again in backward, which
-    reaches them by the leaf `anchor`."""
+    """A copy of a model with whole parameters: each block gathers its own, in backward too, by way of `anchor`."""
 
     def __init__(
         self, whole: nn.Module, blocks: Sequence[str], tensors: WholeTensors, gradients: Gradients, device: torch.device

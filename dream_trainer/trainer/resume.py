@@ -33,8 +33,7 @@ Nearer = Callable[[Manifest], bool]  # loads a later state than the newest check
 
 
 def resume(root: Path, parameters: CheckpointParameters, world: Ranks, load: Load, nearer: Nearer) -> bool:
-    """Loads the checkpoint of `parameters.resume`, and returns whether there was one; every rank calls it. Where that
-    is the run's newest, `nearer` is asked first."""
+    """Loads the checkpoint of `parameters.resume`; `nearer` before the newest. Returns whether there was one."""
     if world.is_main:
         recover_replaced(root)
     asked, branch = parameters.resume, parameters.branch

@@ -201,8 +201,7 @@ LONGEST_ERROR = 20_000  # characters of an exception, with its calls, that are k
 
 
 class RunRecorder:
-    """Keeps `config.json` and `run.json` in the run's directory, whatever the trainer's mixins and loggers. Nothing
-    here is worth a run: a failed write is one warning."""
+    """Keeps `config.json` and `run.json` in the run's directory. A failed write is one warning."""
 
     _made_here: ClassVar[bool] = False  # whether a trainer was made before in this process, which began for that one
 

@@ -182,8 +182,7 @@ def _shards(files: list[tuple[str, WeightFiles]]) -> WeightFiles:
 
 
 def renamer(renames: Mapping[str, str] | None) -> Callable[[Iterable[str]], dict[str, str]]:
-    """Makes a function from names to a dict of new to given names, which replaces the expressions in order. A name that
-    becomes empty is left out."""
+    """A function from names to a dict of new to given names, by the expressions in order; an empty one is left out."""
     patterns = []
     for pattern, replacement in (renames or {}).items():
         try:

@@ -180,7 +180,7 @@ class Other(Trained):
 
 MISTAKES = {
     "groups": "one parameter with copies in several stages, and embedding.weight is in group 0 of optim",
-    "microbatches": "microbatches=1 is less than pipeline_parallel=2",
+    "microbatches": "cannot run microbatches=1 through 2 stages on 2 ranks",
     "unfrozen": "the outputs of stage 0 of self.model need gradients, and did not in the first batch of this shape",
 }
 

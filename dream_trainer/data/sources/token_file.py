@@ -313,8 +313,7 @@ def plan_tasks(inputs: Sequence[str], field: str, split: str) -> list[Task]:
 
 
 def open_tokenizer(name: str, end: str | None) -> tuple[Encode, int]:
-    """The tokenizer of a name, and how many token ids there are: "bytes" (256 ends a document), a tokenizer.json, or a
-    name for transformers."""
+    """A tokenizer by name, "bytes" (256 ends a document), a tokenizer.json or transformers'; and its number of ids."""
     if name == "bytes":
         if end is not None:
             raise DataError(f"the tokenizer 'bytes' ends a document with 256, not {end!r}. Leave --end out.")

@@ -95,10 +95,9 @@ _START, _MOMENTUM = "local_sgd.start.", "local_sgd.momentum."
 
 
 class Rounds(NoRounds):
-    """All workers begin a round with the same parameters, which are kept. At its end each worker's change since then is
-    averaged over the workers, in flat buckets, and an outer SGD takes the mean as its gradient. With a learning rate of
-    1 and no momentum this gives the average of the parameters, and keeps unchanged parameters equal to the bit. Buffers
-    whose policy is the mean (parallel/joined_buffers.py) are averaged in the same way, without the outer SGD."""
+    """All workers begin a round with the same parameters, which are kept. At its end the workers' changes are averaged,
+    in flat buckets, and an outer SGD takes the mean as its gradient: at a learning rate of 1 without momentum this is
+    the average of the parameters, to the bit if unchanged. Buffers whose policy is the mean are averaged as well."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime, self._world, self._progress = runtime, runtime.world, runtime.progress

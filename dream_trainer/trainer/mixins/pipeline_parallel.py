@@ -109,11 +109,6 @@ class PipelineParallelMixin(AbstractTrainer):
 
         parameters: PipelineParallelParameters = self._runtime.config.pipeline_parallel_parameters
         microbatches = parameters.microbatches or 2 * self.world.stages
-        if microbatches < self.world.stages:
-            raise ConfigError(
-                f"microbatches={microbatches} is less than pipeline_parallel={self.world.stages}, and stages would "
-                "never work at once. Use at least one per stage."
-            )
         connect_copies(self._runtime.registry, self.world, self._runtime.parallel.gradients)
         models, stages_of_models = self.named_models(), self._runtime.parallel.stages.values()
         whole = [model for model in models.values() if not is_cut(model)]
