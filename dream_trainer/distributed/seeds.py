@@ -137,12 +137,13 @@ def undisturbed_cpu_state() -> tuple[Tensor, Any, Any]:
 class preserved_random_state(AbstractContextManager[None]):
     """Restores the global generators when the block ends (20 us), except half a pair of numpy's legacy `randn`."""
 
-    __slots__ = ("_depth", "_device_state", "_is_outermost", "_on_device", "_state")
+    __slots__ = ("_depth", "_device_state", "_is_outermost", "_numpy", "_on_device", "_state")
 
     _state: Any  # of the three generators; None until they are set aside
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, numpy_inside: Any = None) -> None:
         self._on_device = None if device is None or device.type == "cpu" else default_generator_of(device)
+        self._numpy = numpy_inside  # instead of that for the number of blocks around
 
     def __enter__(self) -> None:
         self._is_outermost, self._depth = _outside.states is None, _outside.depth
@@ -158,7 +159,7 @@ class preserved_random_state(AbstractContextManager[None]):
             if self._is_outermost:
                 _outside.states = self._state
                 _outside.looked.clear()
-            _numpy.random.set_bit_generator(_stand_ins[self._depth])
+            _numpy.random.set_bit_generator(self._numpy or _stand_ins[self._depth])
             _outside.depth += 1
         except BaseException:  # a signal that ends a wait for data may come just here
             self.__exit__()
@@ -191,11 +192,11 @@ class preserved_random_state(AbstractContextManager[None]):
 class watched_random_state(preserved_random_state):
     """Also detects which generators are drawn from inside. They are not seeded: what draws has to run again, seeded."""
 
-    __slots__ = ("_alike", "_following", "_numpy", "_python", "_turn", "is_inside")
+    __slots__ = ("_alike", "_following", "_python", "_turn", "is_inside")
 
     def __init__(self) -> None:
-        super().__init__()
-        self._numpy, self._alike = np.random.MT19937(0), np.random.MT19937(0)  # of those inside, and to compare with
+        super().__init__(numpy_inside=np.random.MT19937(0))
+        self._alike = np.random.MT19937(0)  # to compare with
         self._python: Any = None  # the state that `_following` is of
         self.is_inside = False
 
@@ -203,7 +204,6 @@ class watched_random_state(preserved_random_state):
         super().__enter__()
         self.is_inside = True
         try:
-            _numpy.random.set_bit_generator(self._numpy)
             self._turn = int(self._is_outermost)  # the first bits that follow were looked at already
             of_python = self._state[1]
             if of_python is not self._python:
@@ -238,7 +238,7 @@ class watched_random_state(preserved_random_state):
             if self._turn == len(self._following):
                 random.setstate(self._python)
                 self._turn = 0
-        if "numpy" in generators and _bits(self._numpy) != _bits(self._alike):
+        if "numpy" in generators and self._numpy.random_raw() != self._alike.random_raw():
             found.add("numpy")
         return found
 

@@ -21,7 +21,7 @@ from dream_trainer.config.device_parameters import DeviceParameters
 from dream_trainer.config.training_parameters import TrainingParameters
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import StepError
-from dream_trainer.modules.precision import without_autocast
+from dream_trainer.modules.precision import half_dtype, without_autocast
 from dream_trainer.parallel.parallel_models import ParallelModels
 from dream_trainer.trainer.registry import Registry, parameters_of
 from dream_trainer.trainer.step.accumulation import Accumulation, Weight
@@ -69,7 +69,8 @@ class OptimizerStep:
         # MPS has no float64.
         self._scalar_dtype = torch.float32 if self._device.type == "mps" else torch.float64
         # Of each `step` a new one: a listener may call another, and such a context cannot be entered inside itself.
-        self.context = partial(without_autocast, devices, world.device)
+        is_half = half_dtype(devices) is not None
+        self.context = partial(without_autocast, devices, world.device) if is_half else lambda: _NOTHING
         self._clip_norm = parameters.gradient_clip_norm
         self._clip_constants: dict[torch.dtype, tuple[Tensor, ...]] = {}
         self._clip_value = parameters.gradient_clip_value
@@ -134,19 +135,21 @@ class OptimizerStep:
         self, model: nn.Module, optimizers: tuple[Optimizer, ...], plan: StepPlan, *, can_rerun: bool
     ) -> Tensor:
         self.wait_for_copies()
+        has_graphs = torch.is_grad_enabled()
         with torch.no_grad():
             norm, empty = self._finish_gradients(model, optimizers, plan)
-        shards = values = _NOTHING
-        if self._parallel.changes_in_steps:
-            shards = self._parallel.shards(optimizers, others_may_change=self._others_may_change)
-            values = self._parallel.as_values(optimizers, someone_listens=bool(self._after_step))
-        with shards, values:
-            with torch.no_grad(), plain_beside_dtensors() if plan.is_mixed else _NOTHING:
-                skipped = self.guard.try_step(optimizers, norm, empty, can_rerun=can_rerun)
-            if not skipped and self._after_step:
-                for optimizer in optimizers:
-                    for listener in self._after_step:
-                        listener(model, optimizer)
+            shards = values = _NOTHING
+            if self._parallel.changes_in_steps:
+                shards = self._parallel.shards(optimizers, others_may_change=self._others_may_change)
+                values = self._parallel.as_values(optimizers, someone_listens=bool(self._after_step))
+            with shards, values:
+                with plain_beside_dtensors() if plan.is_mixed else _NOTHING:
+                    skipped = self.guard.try_step(optimizers, norm, empty, can_rerun=can_rerun)
+                if not skipped and self._after_step:
+                    with torch.set_grad_enabled(has_graphs):
+                        for optimizer in optimizers:
+                            for listener in self._after_step:
+                                listener(model, optimizer)
         for parameter in plan.parameters:
             parameter.grad = None
         return norm
