@@ -71,8 +71,7 @@ class ModelAverage:
 
     @torch.no_grad()
     def update(self, share: Callable[[Any], Any]) -> None:
-        """Moves the averages towards the weights, if the model has changed, by `share(updates)`: a number, or a 0-dim
-        tensor for one."""
+        """Moves the averages towards the weights, if these have changed, by `share(updates)`: a number, or 0-dim."""
         self.has_stepped = False
         moves: int | Tensor = 1
         if self._skipped is not None:

@@ -26,8 +26,7 @@ NAMES = ("project", "group", "experiment")
 
 
 def replay(run: Path, start: int | None = None, end: int | None = None, program: str = "") -> tuple[bool, list[str]]:
-    """Trains steps of a run again, by default from its second newest checkpoint to the next one; returns whether all is
-    as recorded, and the lines of the report."""
+    """Trains steps again, by default from the second newest checkpoint on; returns if all is equal, and a report."""
     from dream_trainer.checkpoint.manifest import checkpoints_root, list_checkpoints
     from dream_trainer.trainer.run_record import LOG_NAME, read_config, read_record
     from dream_trainer.weights.export import StoredTensors, difference_of_tensors

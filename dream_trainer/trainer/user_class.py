@@ -213,8 +213,7 @@ _CALLED_BY_US = frozenset(
 
 
 def refuse_taken_names(cls: type) -> None:
-    """Refuses names that a user's trainer and the framework may not both use: one would silently replace the other.
-    Methods are compared when the trainer is built, attributes when they are assigned."""
+    """Refuses names, here of methods, that a user's trainer and the framework both use: one would replace the other."""
     for part in cls.__mro__:
         if not is_ours(part) and part is not object:
             for name, value in vars(part).items():
