@@ -408,7 +408,7 @@ def copies_of(parameter: nn.Parameter, n_ranks: int) -> int:
 
 
 def gradients_of(plan: StepPlan) -> list[list[Tensor]]:
-    grads = [[p.grad for p in group.parameters if p.grad is not None] for group in plan.groups]
+    grads = [[grad for p in group.parameters if (grad := p.grad) is not None] for group in plan.groups]
     return [local_tensors(own) if group.is_sharded else own for group, own in zip(plan.groups, grads, strict=True)]
 
 

@@ -233,10 +233,11 @@ class OptimizerStep:
             for group, of_group in zip(plan.groups, grads, strict=True):
                 if group.divisor != 1 and of_group:
                     foreach_div_(of_group, float(group.divisor))
-            # Positions of the parameters whose gradients, if any, come only from other ranks.
-            used = self._local_gradients.used
-            lacking = [place for place, p in enumerate(plan.sharded) if p.requires_grad and id(p) not in used]
-            used.difference_update(map(id, plan.sharded))
+            lacking: list[int] = []  # positions of parameters whose gradients, if any, come only from other ranks
+            if plan.sharded:
+                used = self._local_gradients.used
+                lacking = [place for place, p in enumerate(plan.sharded) if p.requires_grad and id(p) not in used]
+                used.difference_update(map(id, plan.sharded))
             norm, total = self._norm(plan, grads, weight, carried, lacking)
             if self._stages is not None:
                 norm = norm_over_stages(norm, self._stages)
