@@ -268,9 +268,9 @@ def test_an_event_is_the_same_for_callbacks_and_the_trainer(event: str) -> None:
 # To be lowered as release 0.4 goes on; docs/baseline.md has where they are to end.
 MOST = {
     "files of the package": 197,
-    "lines of the package": 41_774,
-    "lines of testing/ and planning/": 2_819,
-    "`raise` statements": 641,
+    "lines of the package": 41_681,
+    "lines of testing/ and planning/": 2_818,
+    "`raise` statements": 640,
     "modules under 60 lines": 12,
     "modules with one importer, in their folder": 10,
     "modules in the largest folder": 18,

@@ -43,7 +43,8 @@ def ranks_of_group(name: str) -> list[int]:
 
 @contextmanager
 def without_propagation(paused: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-    """Inside, operations by which DTensor finds out global shapes run in `paused()`: they are nothing a rank holds."""
+    """DTensor finds out global shapes by operations on tensors without values, in a mode that is on if there is one:
+    they are nothing that a rank holds. Inside, it does that in `paused()`."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
