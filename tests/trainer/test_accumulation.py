@@ -328,7 +328,7 @@ def test_a_window_is_open_until_it_is_counted_and_has_the_losses_of_its_last_mic
 
         def post_optimizer_step(self, trainer: dt.AbstractTrainer, model: Any, optimizer: Any) -> None:
             seen.append([float(loss) for loss in trainer.accumulation_window.losses])
-            assert trainer.accumulation_window.loss_scale is None and torch.is_grad_enabled()
+            assert (trainer.accumulation_window.loss_scale, torch.is_grad_enabled()) == (None, True)
 
         def post_train_step(self, trainer: dt.AbstractTrainer) -> None:
             seen.append(trainer.accumulation_window.is_open)
