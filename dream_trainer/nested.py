@@ -1,11 +1,8 @@
-"""Tensors inside arbitrarily nested batches: moving them, detaching them, joining batches.
-
-A batch may be a tensor, dict, list, tuple, namedtuple, dataclass, any mapping (`defaultdict`, Hugging Face's
-`BatchEncoding`) or an object with its own `.to(device)`. Everything else (None, strings, numbers) passes through.
-Containers keep their type and are never changed in place: unchanged parts are shared with the result, changed parts
-are rebuilt. Torch's own pytree is not used because it is private and costs four times more (10.4 against 2.5 us for 4
-tensors).
-"""
+"""Tensors inside arbitrarily nested batches: moving them, detaching them, joining batches. A batch may be a tensor,
+dict, list, tuple, namedtuple, dataclass, any mapping (`defaultdict`, Hugging Face's `BatchEncoding`) or an object with
+its own `.to(device)`. Everything else (None, strings, numbers) passes through. Containers keep their type and are never
+changed in place: unchanged parts are shared with the result, changed parts are rebuilt. Torch's own pytree is not used
+because it is private and costs four times more (10.4 against 2.5 us for 4 tensors)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Sharded parameters that code reads outside their block's forward: such a read gathers the block.
-
-An operation on a `TouchableShard` computes with the whole parameter, which stays gathered until the step ends. It uses
-the shard if its other operands are shards or if it asks for metadata. Operations on a `ShardValue`, such as a gradient,
-use the shards, and numbers read from them (`item()`) are those of the whole tensor.
-"""
+"""Sharded parameters that code reads outside their block's forward: such a read gathers the block. An operation on a
+`TouchableShard` computes with the whole parameter, which stays gathered until the step ends. It uses the shard if its
+other operands are shards or if it asks for metadata. Operations on a `ShardValue`, such as a gradient, use the shards,
+and numbers read from them (`item()`) are those of the whole tensor."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""BaseCallback and CallbackCollection: what config, trainer and checkpoints know of a run's callbacks.
-
-They know no trainer: a callback's events, which are called with one, are in events/callback.py.
-"""
+"""BaseCallback and CallbackCollection: what config, trainer and checkpoints know of a run's callbacks. They know no
+trainer: a callback's events, which are called with one, are in events/callback.py."""
 
 from __future__ import annotations
 

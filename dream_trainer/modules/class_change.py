@@ -1,7 +1,5 @@
-"""Behaviour added to a module by changing its class in place, as `fully_shard` does.
-
-Names in the state dict stay, and a deep copy computes with its own weights.
-"""
+"""Behaviour added to a module by changing its class in place, as `fully_shard` does. Names in the state dict stay, and
+a deep copy computes with its own weights."""
 
 from __future__ import annotations
 

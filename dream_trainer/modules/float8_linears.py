@@ -1,8 +1,6 @@
 """Linear layers that multiply in float8 (torchao), made of plain ones in place: names, parameters and hooks stay.
-
 Scales are computed in each forward and backward, so there is no state, and checkpoints are those of plain layers.
-`convert_to_float8_training`, which is public, replaces modules, and so loses their hooks and references to them.
-"""
+`convert_to_float8_training`, which is public, replaces modules, and so loses their hooks and references to them."""
 # pyright: reportMissingImports=false
 
 from __future__ import annotations

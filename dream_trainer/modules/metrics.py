@@ -1,7 +1,5 @@
-"""torchmetrics' objects over ranks: computed from the samples of all, whichever of them a rank has seen.
-
-Their own exchange hangs, or ends the process, if ranks have updated a metric unequally often.
-"""
+"""torchmetrics' objects over ranks: computed from the samples of all, whichever of them a rank has seen. Their own
+exchange hangs, or ends the process, if ranks have updated a metric unequally often."""
 
 from __future__ import annotations
 

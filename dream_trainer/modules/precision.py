@@ -1,7 +1,5 @@
-"""Precision of forward and backward, on a plain model and on a sharded one.
-
-bf16 and fp16 are mixed: parameters, their sums and the optimizer stay float32, and steps run under `torch.autocast`.
-"""
+"""Precision of forward and backward, on a plain model and on a sharded one. bf16 and fp16 are mixed: parameters, their
+sums and the optimizer stay float32, and steps run under `torch.autocast`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Parallelism: one way to divide a model's work, as one object. Setup, messages and descriptions iterate over the list.
-
 A mixin brings its own as `_parallelism`; so does one from another package (docs/your-own-parallelism.md). Those of this
-package are `AXES`.
-"""
+package are `AXES`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Context-parallel attention: replaces `scaled_dot_product_attention`, with its arguments.
-
-Gathered: keys and values of all ranks, this rank's queries. Ulysses: all positions, this rank's heads.
-"""
+"""Context-parallel attention: replaces `scaled_dot_product_attention`, with its arguments. Gathered: keys and values of
+all ranks, this rank's queries. Ulysses: all positions, this rank's heads."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Buffers that each rank's forwards change, and how ranks join them: mean, rank 0's, or as they are.
-
-Ranks join after each accumulation step, so validations, checkpoints and exports have the same values on every rank.
-"""
+"""Buffers that each rank's forwards change, and how ranks join them: mean, rank 0's, or as they are. Ranks join after
+each accumulation step, so validations, checkpoints and exports have the same values on every rank."""
 
 from __future__ import annotations
 

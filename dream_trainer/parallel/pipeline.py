@@ -1,7 +1,5 @@
 """The pipeline of a model whose stages lie on several ranks: a batch's micro-batches through it, there and back.
-
-PyTorch's schedules want to know shapes beforehand, so the first batch of each shape sends one micro-batch ahead.
-"""
+PyTorch's schedules want to know shapes beforehand, so the first batch of each shape sends one micro-batch ahead."""
 
 from __future__ import annotations
 

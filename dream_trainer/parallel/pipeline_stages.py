@@ -1,7 +1,5 @@
-"""Which layers of a model make which stage of a pipeline, and a model cut down to the layers of its rank.
-
-Names stay those of the whole model, so a checkpoint does not tell how many stages it came from.
-"""
+"""Which layers of a model make which stage of a pipeline, and a model cut down to the layers of its rank. Names stay
+those of the whole model, so a checkpoint does not tell how many stages it came from."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""A model whose parameters are shards between steps, and whole, plain tensors inside them.
-
-In a step user code may do all that it may on one process. It costs the memory of two whole models and one's
-gradients, so `FSDPParameters.min_group_mib` limits it to small models.
-"""
+"""A model whose parameters are shards between steps, and whole, plain tensors inside them. In a step user code may do
+all that it may on one process. It costs the memory of two whole models and one's gradients, so
+`FSDPParameters.min_group_mib` limits it to small models."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Verification in the first training step: ranks that share a model compute what one process does.
-
-Before its first forward in training each model runs twice in evaluation mode: as it is, and as in one process, on
-whole sequences and with whole weights, which are gathered block by block. Block outputs and parameter gradients are
-compared before any weight changes. With pipeline stages, every rank runs the whole model on a micro-batch.
-"""
+"""Verification in the first training step: ranks that share a model compute what one process does. Before its first
+forward in training each model runs twice in evaluation mode: as it is, and as in one process, on whole sequences and
+with whole weights, which are gathered block by block. Block outputs and parameter gradients are compared before any
+weight changes. With pipeline stages, every rank runs the whole model on a micro-batch."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from math import gcd, prod
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, cast
 from unittest.mock import Mock
 
 import numpy as np
@@ -31,6 +31,8 @@ import torch
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from dream_trainer.callbacks.weight_average import WeightAverage
+from dream_trainer.checkpoint.manifest import list_checkpoints
 from dream_trainer.config import command_line
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.data.lane_stream import StreamLoader
@@ -40,6 +42,9 @@ from dream_trainer.errors import ConfigError, DreamTrainerError, failing_frame, 
 from dream_trainer.testing.program import Program, become_rank, change, interpreter, move, overridden
 from dream_trainer.testing.run_probe import Probe
 from dream_trainer.trainer.base import BaseTrainer
+from dream_trainer.weights.adapters import adapters_of, load_adapters
+from dream_trainer.weights.export import export_checkpoint
+from dream_trainer.weights.load import load_weights
 
 AXES = ("dp_replicate", "dp_shard", "tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel")
 
@@ -65,6 +70,7 @@ class Job:
     workers: int = 0
     port: int = 0
     hash_seed: str = ""  # if given, each rank is a new interpreter
+    exported: str = ""  # the `runs_dir` of another job: what is exported of its run is evaluated, and nothing trained
 
     @property
     def ranks(self) -> int:
@@ -115,7 +121,7 @@ class _CheckedTrainer(BaseTrainer):
 
     @override
     def fit(self) -> None:
-        super().fit()
+        self._evaluate_exported() if self._job.exported else super().fit()
         self.close()
         # Of packages that the program has imported, which are imported once for all further runs.
         of_packages = [n for n, m in sorted(sys.modules.items()) if "-packages" in str(getattr(m, "__file__", ""))]
@@ -124,6 +130,18 @@ class _CheckedTrainer(BaseTrainer):
         record |= {"parses": vars(command_line)["parse"].called, "staged": self._is_staged}
         write_whole(Path(self._job.directory, f"record_{os.environ['RANK']}"), record)
         end(0)
+
+    def _evaluate_exported(self) -> None:
+        self.launch_and_resume()
+        *_, newest = list_checkpoints(next(Path(self._job.exported).rglob("checkpoints")))
+        weights = "model"
+        for callback in self.callbacks:
+            if isinstance(callback, WeightAverage) and callback.validate:
+                weights, callback.validate = callback.export_name, False
+        for name, model in self.named_models().items():
+            export_checkpoint(newest.path, out := Path(self._job.directory, name), model=name, weights=weights)
+            (load_weights if adapters_of(model) is None else load_adapters)(model, out)
+        cast(Any, self).evaluate()
 
 
 def _change_loaders(job: Job) -> None:

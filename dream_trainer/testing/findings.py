@@ -44,7 +44,7 @@ OF_STAGE = {  # what a difference between ranks and one process means, if nothin
 
 
 class TrainerChecks:
-    """The checks of one program. `quick` leaves out four ranks, further places to stop at, SIGTERM and workers."""
+    """The checks of one program. `quick` leaves out four ranks, further stops, SIGTERM, workers, exports."""
 
     def __init__(self, launcher: Launcher, *, quick: bool = False) -> None:
         self._launcher, self._quick = launcher, quick
@@ -78,6 +78,9 @@ class TrainerChecks:
             if not run.is_whole:
                 yield Finding("deterministic", False, f"one process fails. {run.why()}")
                 return
+        can_export = self.facts["saves"] and self.facts["evaluates"] and not self._quick
+        if "validation" in checks and can_export and self["alone"].records[0]["validated"][-1:] == [self.steps]:
+            self._launcher.start("exported", exported=self["alone"].job.runs_dir)
         for name in CHECKS:
             if name in checks:
                 yield from getattr(self, name)()
@@ -405,9 +408,23 @@ class TrainerChecks:
                 yield Finding("validation", False, text, [cause])
                 return
         yield Finding("validation", True, "changes no weight and no buffer")
+        if "exported" in self._launcher.runs:
+            yield self._of_exported("validation of what is exported", record["metrics"])
         names = [name for name in self.meshes if self[name].job.parts > 1 and self[name].is_whole]
         if names and self.is_deterministic and self["moved"].is_whole:
             yield self._validated_by_ranks("validation on ranks", names[0], record["validated"][0])
+
+    def _of_exported(self, what: str, metrics: Mapping[str, float]) -> Finding:
+        run = self["exported"]
+        if not run.is_whole:
+            return Finding(what, None, f"not checked: {run.why()}")
+        found = run.records[0]["metrics"]
+        for name, value in metrics.items():
+            if not abs(found[name] - value) <= LEAST * max(abs(value), 1.0):
+                text = f"{name} is {value:.6g} in the run and {found[name]:.6g} from its export alone"
+                cause = "Validation uses what is in checkpoints and in no export, such as averages, or counts of steps."
+                return Finding(what, None, text, [cause])
+        return Finding(what, True, "a new trainer with its weights has the same values, to rounding")
 
     def _validated_by_ranks(self, what: str, name: str, step: int) -> Finding:
         if self.cuts_validation:

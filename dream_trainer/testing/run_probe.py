@@ -41,6 +41,7 @@ from dream_trainer.nested import leaves
 from dream_trainer.parallel.micro_batches import digest, rows_of
 from dream_trainer.parallel.mixture_of_experts import MoE
 from dream_trainer.parallel.sharding import names_in_whole
+from dream_trainer.trainer.mixins.evaluation import EvalMixin
 from dream_trainer.trainer.mixins.expert_parallel import ExpertParallelMixin
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, PurePath, date, timedelta, np.generic, count)
@@ -306,6 +307,7 @@ class Probe(Callback):
     @override
     def post_val_epoch(self, trainer: Any, metrics: dict[str, float]) -> None:
         self.record["validated"] += [] if trainer.is_evaluating else [trainer.global_step]
+        self.record["metrics"] = dict(metrics)
         self._mark(trainer, "post_val_epoch")
         self._seconds, self._since = 0.0, time.process_time()  # it is no part of the next step
 
@@ -414,6 +416,7 @@ def _facts(trainer: Any) -> dict[str, Any]:
         "shards": kind._shards_parameters,
         "saves": kind._saves_checkpoints,
         "ranks": kind._keeps_ranks_equal,
+        "evaluates": issubclass(kind, EvalMixin),
         "experts": issubclass(kind, ExpertParallelMixin) and any(isinstance(module, MoE) for module in modules),
         "total_steps": trainer.total_steps,
         "val_batches": sum(len(each) for each in trainer.val_dataloaders.values() if isinstance(each, Sized)),

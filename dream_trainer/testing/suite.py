@@ -62,7 +62,7 @@ def check_trainer(make_trainer: MakeTrainer | str, *, meshes: Sequence[str] | No
         make_trainer: A function of a module that returns a trainer, or "PROGRAM" or "PROGRAM:FUNCTION".
         meshes: Those on which parity is checked: "replicas", "shards", "hybrid", "tensor", "context", "pipeline",
             "expert". Default: all that the trainer supports.
-        quick: Whether to leave out slower checks: four ranks, further places to stop at, SIGTERM.
+        quick: Whether to leave out slower checks: four ranks, further places to stop at, SIGTERM, exports.
 
     Raises:
         ConfigError: The trainer cannot be checked on one of `meshes`.

@@ -1,7 +1,5 @@
-"""AbstractTrainer: the readable state, the registries, and the parts below as one interface.
-
-It runs nothing. `BaseTrainer` brings the loop. Every part with state is a separate object with one name.
-"""
+"""AbstractTrainer: the readable state, the registries, and the parts below as one interface. It runs nothing.
+`BaseTrainer` brings the loop. Every part with state is a separate object with one name."""
 
 from __future__ import annotations
 

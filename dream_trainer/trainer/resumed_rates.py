@@ -1,7 +1,5 @@
-"""Learning rates and other optimizer options when a run resumes from a checkpoint.
-
-A LambdaLR follows this config. Every other scheduler loads its whole state, arguments such as T_max included.
-"""
+"""Learning rates and other optimizer options when a run resumes from a checkpoint. A LambdaLR follows this config.
+Every other scheduler loads its whole state, arguments such as T_max included."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Everything that a checkpoint contains of a trainer: `snapshot` collects it from its owners, `restore` gives it back.
-
 It is shared by all ranks, of one rank (random states, differing tensors), or tensors, sharded as they are. They are
-restored on any mesh: tensors first, then state that all ranks share, then each rank's own state; random states are
-the last.
-"""
+restored on any mesh: tensors first, then state that all ranks share, then each rank's own state; random states are the
+last."""
 
 from __future__ import annotations
 

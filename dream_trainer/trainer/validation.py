@@ -1,7 +1,5 @@
-"""The validation loop: exact means over ragged data, and training left exactly as it was.
-
-A rank that ran out of batches repeats its last one with weight 0, only where the forward runs collectives.
-"""
+"""The validation loop: exact means over ragged data, and training left exactly as it was. A rank that ran out of
+batches repeats its last one with weight 0, only where the forward runs collectives."""
 
 from __future__ import annotations
 

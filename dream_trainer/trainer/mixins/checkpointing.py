@@ -1,8 +1,6 @@
-"""CheckpointMixin: when checkpoints are saved, and which one a run resumes from.
-
-It acts between windows, after a window's validation, on all ranks at the same step; a thread of each rank writes.
-See trainer/saved_state.py and trainer/state_registry.py for the saved state and the choice.
-"""
+"""CheckpointMixin: when checkpoints are saved, and which one a run resumes from. It acts between windows, after a
+window's validation, on all ranks at the same step; a thread of each rank writes. See trainer/saved_state.py and
+trainer/state_registry.py for the saved state and the choice."""
 
 from __future__ import annotations
 

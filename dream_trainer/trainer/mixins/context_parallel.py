@@ -1,8 +1,5 @@
-"""ContextParallelMixin: several ranks share the positions of each sequence.
-
-Each rank gets the same batch, and `cut_batch` cuts it. A loss is the mean over this rank's labels, weighted by
-their number.
-"""
+"""ContextParallelMixin: several ranks share the positions of each sequence. Each rank gets the same batch, and
+`cut_batch` cuts it. A loss is the mean over this rank's labels, weighted by their number."""
 
 from __future__ import annotations
 

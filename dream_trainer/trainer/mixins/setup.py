@@ -1,8 +1,6 @@
-"""SetupMixin: builds the models, parallelises and materialises them, then data, optimizers, schedulers and metrics.
-
-The order is three lists, `CONFIGURE`, the parallelisms (parallel/axis.py) and `SETUP`, with the reason for each place;
-`describe()` prints them.
-"""
+"""SetupMixin: builds the models, parallelises and materialises them, then data, optimizers, schedulers and metrics. The
+order is three lists, `CONFIGURE`, the parallelisms (parallel/axis.py) and `SETUP`, with the reason for each place;
+`describe()` prints them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Accumulation: one window from start to end, with the contribution of each `backward`.
-
-Gradients are summed as they come and normalised once, in `step`, by what the window really contained, so unequal
-counts are exact (docs/measurements/step.md#exact-gradients).
-"""
+"""Accumulation: one window from start to end, with the contribution of each `backward`. Gradients are summed as they
+come and normalised once, in `step`, by what the window really contained, so unequal counts are exact
+(docs/measurements/step.md#exact-gradients)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Handling of NaN and infinite gradient norms: the policies "raise", "skip" and "retry".
-
-On an accelerator fused optimizers skip a step on the device by `found_inf`. The norms are only read every
-`SETTLE_EVERY` steps. Until then "raise" lets no further step change anything.
-"""
+"""Handling of NaN and infinite gradient norms: the policies "raise", "skip" and "retry". On an accelerator fused
+optimizers skip a step on the device by `found_inf`. The norms are only read every `SETTLE_EVERY` steps. Until then
+"raise" lets no further step change anything."""
 
 from __future__ import annotations
 

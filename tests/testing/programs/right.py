@@ -49,6 +49,9 @@ class SavedState(Small):
         self.step(self.model, self.optimizer)
         return {"loss": loss}
 
+    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        return {"loss": self.loss(batch), "scaled": self.loss(batch) * self.mean}
+
     def post_val_epoch(self, metrics: dict[str, float]) -> None:
         self.mean = 0.5 * self.mean + 0.5 * metrics["val/loss"]
 
