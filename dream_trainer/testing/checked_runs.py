@@ -70,7 +70,7 @@ class Job:
     workers: int = 0
     port: int = 0
     hash_seed: str = ""  # if given, each rank is a new interpreter
-    exported: str = ""  # the `runs_dir` of another job: what is exported of its run is evaluated, and nothing trained
+    exported: str = ""  # another job's `runs_dir`: the export of its run is evaluated, and nothing is trained
 
     @property
     def ranks(self) -> int:
