@@ -269,7 +269,7 @@ def test_an_event_is_the_same_for_callbacks_and_the_trainer(event: str) -> None:
 MOST = {
     "files of the package": 197,
     "lines of the package": 41_633,
-    "lines of testing/ and planning/": 2_856,
+    "lines of testing/ and planning/": 2_864,
     "`raise` statements": 640,
     "modules under 60 lines": 12,
     "modules with one importer, in their folder": 10,

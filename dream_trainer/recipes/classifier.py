@@ -5,6 +5,7 @@ python -m dream_trainer.recipes.classifier --config run.yaml
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, cast
@@ -69,9 +70,8 @@ class Classifier(DreamTrainer):
         """A loader over one of the two that `datasets` returned."""
         return DistributedDataLoader(dataset, batch_size, shuffle=is_train, drop_last=is_train, collate_fn=self.collate)
 
-    def collate(self, samples: list[Any]) -> Any:
-        """Samples as a batch; override it to pad."""
-        return default_collate(samples)
+    collate: Callable[[list[Any]], Any] = staticmethod(default_collate)
+    """Samples as a batch; override it to pad."""
 
     def configure_optimizers(self) -> None:
         self.optimizers = build_optimizers(self.config.optimizer, self.model)

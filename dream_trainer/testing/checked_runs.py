@@ -68,6 +68,7 @@ class Job:
     stop_at: int | None = None
     killed: tuple[int, int, int] | None = None  # a rank, the step after which it gets a signal, and the signal
     workers: int = 0
+    spawns: bool = False  # whether workers are new interpreters, which live for the whole run
     port: int = 0
     hash_seed: str = ""  # if given, each rank is a new interpreter
     exported: str = ""  # another job's `runs_dir`: the export of its run is evaluated, and nothing is trained
@@ -159,6 +160,7 @@ def _change_loaders(job: Job) -> None:
                 options["num_workers"] = job.workers
             for name in ("prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context"):
                 options.pop(name, None)
+            options |= {"multiprocessing_context": "spawn", "persistent_workers": True} if job.spawns else {}
             original(self, dataset, batch_size, *args, **options)
 
         return init

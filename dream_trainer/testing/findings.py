@@ -154,6 +154,7 @@ class TrainerChecks:
             start("hash", hash_seed="1")
             if not self._quick:
                 start("workers", workers=2)
+                start("spawned", workers=1, spawns=True)
         two = self.meshes.get(self.two, {})
         if facts["saves"] and "resume" in checks:
             start("resume", *({"stop_at": stop} for stop in self.stops), {})
@@ -273,6 +274,11 @@ class TrainerChecks:
             )
             text = f"{self.steps} steps with 2 workers of the loader"
             yield self._same("workers", text, [self["workers"]], lambda: [cause])
+        if "spawned" in self._launcher.runs:
+            lacking = "A spawned worker has what its dataset holds, and not what the program sets in other places."
+            text, is_whole = f"{self.steps} steps with a spawned worker", self["spawned"].is_whole
+            nothing = Finding("workers, spawned", None, f"not checked: {self['spawned'].why()}")
+            yield self._same("workers, spawned", text, [self["spawned"]], lambda: [lacking]) if is_whole else nothing
 
     def parity(self) -> Iterator[Finding]:
         if not self.facts["ranks"] or self.batch is None:

@@ -9,14 +9,7 @@ from typing import Any
 
 import pytest
 
-from dream_trainer.testing import (
-    ProgramError,
-    TrainerCheckError,
-    check_deterministic,
-    check_parity,
-    check_resume,
-    suite,
-)
+from dream_trainer.testing import ProgramError, TrainerCheckError, check_deterministic, check_parity, check_resume
 from tests.api import CHECKS, ConfigError, Program, TrainerChecks, differences, findings, main
 from tests.testing.programs import right, wrong
 
@@ -32,10 +25,7 @@ WRONG = {
     "wrong.py:FreezesByOwnCount": ("resume", r"`self\.passes` changes in FreezesByOwnCount\.pre_epoch"),
     "wrong.py:OptimizerWithOwnState": ("resume", r"`self\.optimizer\.slow` changes"),
     "wrong.py:callback_without_state": ("resume", r"`Warmup\.count` changes"),
-    "wrong.py:CurriculumInDataset": (
-        "resume",
-        r"`self\.levels\.level` changes in CurriculumInDataset\.post_train_step",
-    ),
+    "wrong.py:CurriculumInDataset": ("resume", r"`self\.levels\.level` changes in CurriculumInDataset\.post_"),
     "wrong.py:OwnGenerator": ("resume", r"`self\.generator` changes in OwnGenerator\.training_step"),
     "wrong.py:CountInModule": ("resume", r"`self\.model\.calls` changes"),
     "wrong.py:CountInClass": ("resume", r"`CountInClass\.seen` changes"),
@@ -58,10 +48,7 @@ WRONG = {
     "wrong.py:AugmentedByTime": ("deterministic", r"samples, of Clocked"),
     "wrong.py:GeneratorInDataset": ("resume", r"`Drawing\.rng` changes"),
     "wrong.py:UnseededWeights": ("deterministic", r"initial weights, of .*UnseededWeights\.init_weights"),
-    "wrong.py:ValidationTrainsStatistics": (
-        "validation",
-        r"running_mean changes in ValidationTrainsStatistics\.validation_step",
-    ),
+    "wrong.py:ValidationTrainsStatistics": ("validation", r"running_mean changes in ValidationTrainsStatistics\.val"),
     "shuffled.py:ShuffledAtImport": ("deterministic", r"`shuffled\.py \(global\): ORDER`"),
 }
 
@@ -107,6 +94,16 @@ def test_a_mistake_is_found_and_its_place_named(target: str) -> None:
 def test_each_check_runs_alone(check: str) -> None:
     failed = [str(each) for each in findings(program("right.py:Plain"), checks=[check]) if each.holds is False]
     assert failed == []
+
+
+@pytest.mark.slow
+def test_a_spawned_worker_lacks_what_the_program_sets(tmp_path: Path) -> None:
+    lines = ["from tests.testing.programs import right", "if __name__ == '__main__':", "    right.SCALE = 0.2"]
+    lines += ["    with right.Denoiser(right.default_config()) as trainer:", "        trainer.fit()"]
+    (tmp_path / "script.py").write_text("\n".join(lines))
+    *_, found = findings(Program.of(str(tmp_path / "script.py")), checks=("order",))
+    assert (found.check, found.holds) == ("workers, spawned", False)
+    assert "differs in the samples, of Noisy" in str(found)
 
 
 def make_forgetful() -> wrong.MeanOnTrainer:
@@ -194,7 +191,7 @@ def test_the_commands_own_flags_may_stand_anywhere(
         ran.extend([program, *checks, quick, as_json])
         return 0
 
-    monkeypatch.setattr(suite, "report", note)
+    monkeypatch.setattr("dream_trainer.testing.suite.report", note)
     assert main(words.split()) == 0
     program = Program(path="train.py", name="Fit", config="default_config", arguments=tuple(of_the_program.split()))
     assert ran == [program, "resume", True, False]

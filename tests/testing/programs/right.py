@@ -188,11 +188,14 @@ class Caches(Small):
         return {"loss": loss, "seconds": time.perf_counter() - self.began}
 
 
+SCALE = 0.1
+
+
 class Noisy(Changed):
     """Samples with noise from the global generators."""
 
     def change(self, x: Tensor) -> Tensor:
-        return x + 0.1 * torch.randn(6)
+        return x + SCALE * torch.randn(6)
 
 
 class Denoiser(Small):
