@@ -50,10 +50,8 @@ class CheckpointError(DreamTrainerError, RuntimeError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint's file is missing, incomplete, changed since it was written, or asks to run code.
-
-    Resuming "auto" passes such a checkpoint over for the next older one; every other CheckpointError ends the run.
-    """
+    """A checkpoint's file is missing, incomplete, changed since it was written, or asks to run code. Resuming "auto"
+    passes such a checkpoint over for the next older one; every other CheckpointError ends the run."""
 
 
 _TORCH = find_spec("torch")  # which the errors of a command must not wait for

@@ -201,9 +201,7 @@ class WeightAverage(AveragingCallback):
 
     def averaged(self, model_name: str) -> dict[str, Tensor]:
         """Maps one model's parameter names to averages, sharded like its parameters; tied ones have their first name.
-
-        Training keeps changing these tensors: clone those that should stay.
-        """
+        Training keeps changing these tensors: clone those that should stay."""
         self._catch_up()
         if model_name not in self._averages:
             raise KeyError(f"no averages of {model_name!r}; averaged are {list(self._averages)}.")

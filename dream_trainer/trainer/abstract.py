@@ -417,10 +417,8 @@ class AbstractTrainer(MixinHooks):
 
 @dataclass(slots=True, eq=False)
 class AccumulationWindow:
-    """The window that runs, or ran last: `trainer.accumulation_window`. Nothing here waits for the device.
-
-    Before training is set up there is none: nothing is open, and everything else is None or empty.
-    """
+    """The window that runs, or ran last: `trainer.accumulation_window`. Nothing here waits for the device. Before
+    training is set up there is none: nothing is open, and everything else is None or empty."""
 
     _runtime: Runtime
 

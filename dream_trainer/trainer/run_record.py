@@ -287,6 +287,8 @@ class RunRecorder:
             return
         record.metrics, record.best = dict(metrics), self._best()
         self._write("running")
+        if told := self._receipt():
+            runtime.hooks.log("run/goodput", told.goodput)
 
     def _saved(self, path: Path) -> None:
         if self._record is not None:
@@ -319,8 +321,12 @@ class RunRecorder:
         self._ends()
         if self._runtime.log is None or "console" not in self._runtime.config.logger_parameters.loggers:
             return
-        if self._record is not None and (told := receipt(self._record.times)) and told.total >= WORTH_TELLING:
+        if told := self._receipt():
             show(told.words())
+
+    def _receipt(self) -> Receipt | None:
+        told = None if self._record is None else receipt(self._record.times)
+        return told if told is not None and told.total >= WORTH_TELLING else None
 
     def _failed(self, exc: BaseException) -> None:
         """Any rank may fail, and rank 0 may not live to hear of it."""
