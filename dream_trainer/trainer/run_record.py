@@ -287,7 +287,7 @@ class RunRecorder:
             return
         record.metrics, record.best = dict(metrics), self._best()
         self._write("running")
-        if told := self._receipt():
+        if runtime.log is not None and (told := self._receipt()):
             runtime.hooks.log("run/goodput", told.goodput)
 
     def _saved(self, path: Path) -> None:
