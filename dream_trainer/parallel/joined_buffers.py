@@ -160,8 +160,7 @@ def _take_first(values: Sequence[Tensor], group: dist.ProcessGroup | None) -> No
 
 @torch.no_grad()
 def make_equal(models: Mapping[str, nn.Module], world: Ranks) -> list[str]:
-    """Gives all ranks rank 0's values of real weights that differ, as drawn from unseeded generators, and returns their
-    names; a collective. Those on the meta device are the same bits everywhere by construction."""
+    """Gives all ranks rank 0's real weights where they differ, as drawn unseeded; returns their names. A collective."""
     if world.world_size == 1:
         return []
     tensors = {

@@ -120,6 +120,11 @@ class _CheckedTrainer(BaseTrainer):
         of_user: Any = super()
         return of_user.forward_backward(*args, **kwargs)
 
+    def _finish_setup(self) -> None:
+        super()._finish_setup()
+        if self._job.spawns:  # a worker that imports a program without `if __name__ == "__main__":` must not train it
+            os.environ["WORLD_SIZE"] = "of a loader's worker"
+
     @override
     def fit(self) -> None:
         self._evaluate_exported() if self._job.exported else super().fit()

@@ -610,8 +610,7 @@ def watched(runtime: Runtime) -> Iterator[None]:
 
 @contextmanager
 def keeping_state(runtime: Runtime) -> Iterator[None]:
-    """For a `pre_epoch` called again when a run resumes within an epoch, to set up state that no checkpoint has.
-    Afterwards checkpointed state, buffers and random generators are as before."""
+    """Around a `pre_epoch` that is repeated in a resumed epoch: afterwards state that checkpoints have is as before."""
     if not anyone_listens(runtime, "pre_epoch"):
         yield
         return
