@@ -268,7 +268,7 @@ def test_an_event_is_the_same_for_callbacks_and_the_trainer(event: str) -> None:
 # To be lowered as release 0.4 goes on; docs/baseline.md has where they are to end.
 MOST = {
     "files of the package": 197,
-    "lines of the package": 41_631,
+    "lines of the package": 41_630,
     "lines of testing/ and planning/": 2_869,
     "`raise` statements": 640,
     "modules under 60 lines": 12,

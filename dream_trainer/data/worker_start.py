@@ -77,7 +77,7 @@ def begin_worker(worker_init_fn: Callable[[int], None] | None, worker_id: int) -
 
 
 def _end_with_parent() -> None:
-    """PyTorch's workers look every 5 s, and not in a sample: a dead rank's connections stay open, and others wait."""
+    """Ends this process with its parent, whose connections it holds open: PyTorch's workers only look every 5 s."""
     parent = parent_process()
     if parent is not None and wait([parent.sentinel]):
         os._exit(1)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,9 +35,9 @@ def autocast(parameters: DeviceParameters, device: torch.device) -> AbstractCont
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype, cache_enabled=False)
 
 
-def without_autocast(parameters: DeviceParameters, device: torch.device) -> AbstractContextManager[Any]:
-    """The context of what a step calls besides forwards."""
-    return nullcontext() if half_dtype(parameters) is None else torch.autocast(device.type, enabled=False)
+def without_autocast(parameters: DeviceParameters, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """Makes the context of what a step calls besides forwards, which cannot be entered inside itself."""
+    return nullcontext if half_dtype(parameters) is None else partial(torch.autocast, device.type, enabled=False)
 
 
 def reduce_dtype(parameters: DeviceParameters) -> torch.dtype | None:

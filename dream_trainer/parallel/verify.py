@@ -223,7 +223,7 @@ class Verification:
             return
         gradients = run.gradients
         own_outputs, own_cotangents, whole_outputs, whole_cotangents = zip(*outputs, strict=True)
-        with without_autocast(self.devices, run.device):
+        with without_autocast(self.devices, run.device)():
             try:
                 if apart is None:
                     gradients.from_outputs(own_outputs, own_cotangents)

@@ -130,7 +130,7 @@ class PipelineParallelMixin(AbstractTrainer):
                     microbatches=microbatches,
                     # Ranks that share experts run them as often, and may have batches of other sizes.
                     most_without_gradients=1 if devices.expert_parallel > 1 else microbatches,
-                    backward_context=without_autocast(devices, self.world.device),
+                    backward_context=without_autocast(devices, self.world.device)(),
                     output_dtype=torch.float32 if is_cast else None,
                     aside=self._runtime.outside_forward,
                     beside=pipelines,

@@ -143,7 +143,7 @@ class Accumulation:
     ) -> None:
         self._world, self._registry, self._warn_once = world, registry, warn_once
         self.loss_scale = LossScale(world.parameter_device) if devices.precision == "fp16" else None  # under fp16
-        self._backward_context = without_autocast(devices, world.device)
+        self._backward_context = without_autocast(devices, world.device)()
         self._stages, self._divided_samples = world.stages, world.divided_samples
         self._call = "forward_backward" if self._stages > 1 else "backward"  # the user's call, for messages
         self._parallel, self._local_gradients = parallel, parallel.gradients

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from dream_trainer.config.device_parameters import DeviceParameters
 from dream_trainer.config.training_parameters import TrainingParameters
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import StepError
-from dream_trainer.modules.precision import half_dtype, without_autocast
+from dream_trainer.modules.precision import without_autocast
 from dream_trainer.parallel.parallel_models import ParallelModels
 from dream_trainer.trainer.registry import Registry, parameters_of
 from dream_trainer.trainer.step.accumulation import Accumulation, Weight
@@ -69,8 +68,7 @@ class OptimizerStep:
         # MPS has no float64.
         self._scalar_dtype = torch.float32 if self._device.type == "mps" else torch.float64
         # Of each `step` a new one: a listener may call another, and such a context cannot be entered inside itself.
-        is_half = half_dtype(devices) is not None
-        self.context = partial(without_autocast, devices, world.device) if is_half else lambda: _NOTHING
+        self.context = without_autocast(devices, world.device)
         self._clip_norm = parameters.gradient_clip_norm
         self._clip_constants: dict[torch.dtype, tuple[Tensor, ...]] = {}
         self._clip_value = parameters.gradient_clip_value
