@@ -275,7 +275,7 @@ class TrainerChecks:
             text = f"{self.steps} steps with 2 workers of the loader"
             yield self._same("workers", text, [self["workers"]], lambda: [cause])
         if "spawned" in self._launcher.runs:
-            cause = "A spawned worker imports the program, without what is below `if __name__ == '__main__':`."
+            cause = "It imports the program above `if __name__ == '__main__':`, and unpickles dataset and functions."
             text, is_whole = f"{self.steps} steps with a spawned worker", self["spawned"].is_whole
             nothing = Finding("workers, spawned", None, f"not checked: {self['spawned'].why()}", [cause])
             yield self._same("workers, spawned", text, [self["spawned"]], lambda: [cause]) if is_whole else nothing
